@@ -270,7 +270,7 @@ class Ranks:
         while silent <= self.timeout * (1 + 1 / _BEATS):  # not by a clock: all of them may be suspended
             before = beats
             try:  # no `wait`: it keeps this rank's other threads from the store
-                came, beats = _ask(lambda: (store.check([event]), store.add(_BEAT, 0)), self.timeout)
+                came, beats = ask_store(lambda: (store.check([event]), store.add(_BEAT, 0)), self.timeout)
             except TimeoutError:
                 break
             except RuntimeError as error:
@@ -377,11 +377,11 @@ class Ranks:
             return [self._members[rank] for rank in late]
 
         with contextlib.suppress(RuntimeError, TimeoutError):
-            return _ask(count, _OTHERS + 10)
+            return ask_store(count, _OTHERS + 10)
         return []
 
 
-def _ask(question: Callable[[], _T], seconds: float) -> _T:
+def ask_store(question: Callable[[], _T], seconds: float) -> _T:
     """Return the answer of the store to `question`. Raises `TimeoutError` if there is none within so many
     seconds: the process that has the store may be stopped, or its machine gone, and torch waits for ever.
     """

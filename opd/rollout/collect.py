@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from opd.config.base import GENERATE
 from opd.config.writing import MOST_KEPT
 from opd.errors import ConfigError, RanksError, RolloutError
 from opd.imports import import_function
-from opd.ranks import Ranks
+from opd.ranks import Ranks, ask_store
 from opd.rollout.engine_pool import LockstepEngine
 from opd.rollout.request_state import ENDS
 from opd.rollout.requests import EpisodeKind, RequestWriter
@@ -30,6 +30,9 @@ from opd.rollout.streams import More
 from opd.storage.transcript import Tokens, Transcript, choices_of, masks_of, split_masks
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 from opd.user_code import call_user_code
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 
 class SamplingEngine(Protocol):
@@ -382,6 +385,8 @@ _HEADER = 8
 _BEGIN, _STOP = b"begin", b"stop"
 _SOONEST, _LATEST = 0.001, 0.05
 """Seconds between two polls for the arrival of all ranks."""
+_GRACE = 10.0
+"""Seconds for the store's answer to one question."""
 
 
 class WriterBarrier:
@@ -427,24 +432,14 @@ class WriterBarrier:
         """Return once every rank is here. Raises `RanksError` if this rank or another has stopped, or if one
         does not come within a collective's time-out.
         """
-        store = self._store
+        store, limit = self._store, self.ranks.timeout
         if store is None:
             return
-        key, pause, limit = f"decided/{self._batch}", _SOONEST, self.ranks.timeout
         with self.ranks.collective("the responses of a batch"):
-            until = time.monotonic() + limit
-            if self._off:  # first: this rank's other thread may have said that it is there
-                self._set_decision(_STOP)
-            if store.add(f"here/{self._batch}", 1) == self.ranks.size:
-                self._set_decision(_BEGIN)
-            while not store.check([key]):
-                if self._off:
-                    self._set_decision(_STOP)
-                if time.monotonic() > until:
-                    raise RuntimeError(f"timed out after {limit:g} s")
-                time.sleep(pause)
-                pause = min(2 * pause, _LATEST)
-            decision = store.get(key)
+            try:
+                decision = ask_store(lambda: self._decide(store), limit + _GRACE)
+            except TimeoutError:
+                raise RuntimeError(f"timed out after {limit:g} s: the store does not answer") from None
         self._batch += 1
         if decision != _BEGIN:
             raise RanksError(
@@ -452,13 +447,30 @@ class WriterBarrier:
                 " error and start again with --resume."
             )
 
+    def _decide(self, store: Store) -> bytes:
+        """Return what was decided for this batch, once all are here or one has stopped."""
+        key, pause = f"decided/{self._batch}", _SOONEST
+        until = time.monotonic() + self.ranks.timeout
+        if self._off:  # first: this rank's other thread may have said that it is there
+            self._set_decision(_STOP)
+        if store.add(f"here/{self._batch}", 1) == self.ranks.size:
+            self._set_decision(_BEGIN)
+        while not store.check([key]):
+            if self._off:
+                self._set_decision(_STOP)
+            if time.monotonic() > until:
+                raise RuntimeError(f"timed out after {self.ranks.timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LATEST)
+        return store.get(key)
+
     def exit_barrier(self) -> None:
         """Leave the barrier: no rank waits for this one, and this one waits for none."""
         with self._turn:
             self._off = True
             self._turn.notify_all()
-        with suppress(RuntimeError):  # if the store is gone, so are the others
-            self._set_decision(_STOP)
+        with suppress(RuntimeError, TimeoutError):  # if the store is gone, so are the others
+            ask_store(lambda: self._set_decision(_STOP), _GRACE)
 
     def _set_decision(self, decision: bytes) -> None:
         """Make `decision` that of all ranks, unless one was made before."""

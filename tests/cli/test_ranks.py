@@ -149,15 +149,19 @@ STOPPED = """
 import os, signal, sys
 from opd.errors import RanksError
 from opd.ranks import join_ranks
+from opd.rollout.collect import WriterBarrier
 
 with join_ranks("cpu", 4.0) as ranks:
     ranks.barrier("the start")
+    writers = WriterBarrier(ranks.new_group("rollouts"))
     try:
         if ranks.is_main:
             print("stops", flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
         if sys.argv[1] == "barrier":
             ranks.barrier("the work")
+        elif sys.argv[1] == "writers":
+            writers.wait_for_ranks()
         else:
             ranks.main_first(lambda: None, "the work")
     except RanksError as error:
@@ -170,7 +174,8 @@ with join_ranks("cpu", 4.0) as ranks:
 @pytest.mark.parametrize(
     ("meets", "said"),
     [("main_first", "rank 0 did not come to the work, for which rank 1 waits"),
-     ("barrier", "another rank did not come to the work, and rank 1 cannot go on alone")],
+     ("barrier", "another rank did not come to the work, and rank 1 cannot go on alone"),
+     ("writers", "another rank did not come to the responses of a batch")],
 )  # fmt: skip
 def test_a_first_rank_that_stops_with_the_store_ends_the_others(tmp_path, meets, said):
     """Under Slurm the first rank has the store, and answers no question about who is late."""
