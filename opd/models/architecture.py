@@ -28,6 +28,7 @@ from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
 from opd.models.hf_folder import positions_of
 from opd.models.hf_weights import disable_padding, quiet_loading
 from opd.models.long_sequence import ChunkedLayers, layers_of, replace_forward
+from opd.models.recurrence import UNMIXED, MixerCall, install_mixers
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
@@ -90,6 +91,7 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
             ) from None
         raise ModelError(f"{where} does not describe a causal language model: {reason_of(error)}") from None
     disable_padding(module)
+    install_mixers(module)
     for part in module.modules():
         kind = getattr(part, "rope_type", None)  # types that read positions would read numbers
         if isinstance(kind, str | dict):
@@ -227,6 +229,8 @@ class Recorder:
         """Count of numbers in all keys and values."""
         self.again: int | None = None
         """A layer that attended twice."""
+        self.mixed: set[int] = set()
+        """Layers that carry a state."""
 
     def __call__(self, call: AttentionCall) -> Tensor:
         if call.layer_index in self.windows:
@@ -235,12 +239,20 @@ class Recorder:
         self.kv_numbers += call.key.numel() + call.value.numel()
         return self.attend(call)
 
+    def mix(self, call: MixerCall) -> Tensor:
+        if call.layer_index in self.mixed:
+            self.again = call.layer_index
+        self.mixed.add(call.layer_index)
+        return self.attend.mix(call)
+
 
 def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
     """Return why packed attention cannot replace the layers that `recorder` saw. `None` if it can."""
     stated = getattr(config, "layer_types", None)
     kinds = stated or ["full_attention"] * config.num_hidden_layers
     for layer, kind in enumerate(kinds):
+        if kind in UNMIXED or (layer in recorder.mixed and not kind.startswith("hybrid")):
+            continue
         if layer not in recorder.windows:
             layers = layers_of(decoder)
             parts = [type(part).__name__ for part in layers[layer].children()] if layer < len(layers) else []
@@ -251,7 +263,9 @@ def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
                 f" say) do not; {ANOTHER}"
             )
         # The pass is shorter than any real window, so its numbers cannot show a missing one.
-        if kind != "full_attention" and (kind != "sliding_attention" or recorder.windows[layer] is None):
+        windowed = kind in ("sliding_attention", "hybrid_sliding")
+        supported = windowed or kind == "full_attention" or (kind == "hybrid" and layer in recorder.mixed)
+        if not supported or (windowed and recorder.windows[layer] is None):
             return (
                 f"its layer {layer} is of kind {kind!r}, which packed attention does not support; {ANOTHER}"
             )

@@ -36,6 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from opd.errors import ModelError
+from opd.models.recurrence import MixerCall
 
 ATTENTION_NAME = "opd"
 
@@ -193,6 +194,20 @@ class PackedAttention:
             outputs.append(causal_attention(query, key, value, form).transpose(1, 2).flatten(0, 1))
         padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return padded.index_select(0, places).unsqueeze(0)
+
+    def mix(self, call: MixerCall) -> Tensor:
+        """[T, D]: a layer that carries a state, on each sequence by itself. Padding follows the last real
+        token, so nothing that counts sees it.
+        """
+        device = call.hidden.device
+        if not self.tokens:
+            return call.hidden
+        buckets, places = self.cached_value(("buckets", device), lambda: buckets_of(self.lengths, device))
+        padded = [
+            call.run(call.hidden.index_select(0, bucket.source).unflatten(0, bucket.shape)).flatten(0, 1)
+            for bucket in buckets
+        ]
+        return torch.cat(padded).index_select(0, places)
 
     def cached_value(self, key: Any, make: Callable[[], T]) -> T:
         """The cached result of `make` for `key`. All layers share values that depend on the packing alone."""

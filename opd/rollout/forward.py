@@ -26,10 +26,12 @@ from opd.kernels.head import Head
 from opd.kernels.projection import DecodeWeight, wide_product
 from opd.models.attention import AttentionCall, PackedAttention, ScoreForm, softmax_with_sinks
 from opd.models.causal_lm import Attend, CausalLM, WeightsDigest, held_bytes, tensors_of
+from opd.models.recurrence import UNMIXED, MixerCall
 from opd.rollout.batch import Band, RunningBatch, bands_of
 from opd.rollout.expert_recorder import ExpertRecorder
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
 from opd.rollout.sampling import mask_rows, sample_tokens
+from opd.rollout.slot_states import SlotStates
 
 
 class PrefillAttention:
@@ -50,6 +52,9 @@ class PrefillAttention:
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         self._packed = PackedAttention(bounds)
         self._cache = cache
+        self._slots: list[list[int]] = [[] for _ in lengths]
+        for slot, number in enumerate(source.tolist(), first_row):
+            self._slots[number].append(slot)
         self._fill = cache.make_fill(bounds, source, first_row)
         self._key_order = key_order
 
@@ -58,6 +63,11 @@ class PrefillAttention:
         key = call.key if self._key_order is None else call.key.index_select(-1, self._key_order)
         self._fill(cache, key[0], call.value[0])
         return self._packed(call)
+
+    def mix(self, call: MixerCall) -> Tensor:
+        """[T, D]: mix each sequence from its first token on, and keep its states in its slots."""
+        assert self._cache.states is not None
+        return self._cache.states.mix(call, self._packed.bounds, self._slots, begins=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +120,19 @@ class CachedAttention(ABC):
         cache = self._cache.get_layer(call.layer_index, call.key, call.value)
         query, key, value = (x.transpose(0, 1) for x in call.packed_inputs)
         return self.attend(cache, query, key, value, call.score_form)[None]
+
+    def mix(self, call: MixerCall) -> Tensor:
+        """[T, D]: let the sequences of slots go on from their states."""
+        assert self._cache.states is not None
+        bounds = self.added_bounds()
+        slots = [[self.first_slot + number] for number in range(len(bounds) - 1)]
+        return self._cache.states.mix(call, bounds, slots)
+
+    first_slot = 0
+
+    def added_bounds(self) -> list[int]:
+        """[R + 1]: bounds of the new tokens of each slot from `first_slot` on. By default one token a slot."""
+        return list(range(len(self.positions) + 1))
 
     @abstractmethod
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
@@ -492,7 +515,10 @@ class Runner:
         self._shared_prompt = None
 
     def _new_cache(self) -> KVCache:
-        return KVCache(self.positions)
+        return KVCache(self.positions, states=self._new_states())
+
+    def _new_states(self) -> SlotStates | None:
+        return SlotStates(self.model.config) if self.model.is_recurrent else None
 
     def reset_cache(self, slots: int) -> None:
         """Lay the cache out for a new call."""
@@ -606,19 +632,25 @@ class Runner:
                 choices = choices[bounds[sources[-1]] : bounds[sources[-1] + 1]]
             self.prefilled_tokens += tokens
             first += len(source)
-            layers = self.model.config.get_text_config().num_hidden_layers
-            if self.cache.layers.keys() != set(range(layers)):
-                raise ModelError(
-                    f"{len(self.cache.layers)} of the {layers} layers of"
-                    f" {self.model.config.model_type} have keys and values of their own; the embedded engine"
-                    " needs all of them to."
-                )
+            self._check_layers()
         states = torch.cat(hidden)
         self._shared_prompt = None
         if upcoming == names[-1]:
             kv = self.cache.read_slot(stop - 1, len(sequences[-1]))
             self._shared_prompt = SharedPrompt(names[-1], kv, states[-1], choices)
         return states
+
+    def _check_layers(self) -> None:
+        """Raise `ModelError` if a layer that sees other tokens has kept nothing of its own."""
+        config = self.model.config
+        kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+        wanted = {index for index, kind in enumerate(kinds) if kind not in UNMIXED}
+        held = self.cache.layers.keys() | (set() if self.cache.states is None else self.cache.states.layers.keys())
+        if held != wanted:
+            raise ModelError(
+                f"{len(held)} of the {len(wanted)} layers of {config.model_type} have keys and values of their own;"
+                " the embedded engine needs all of them to."
+            )
 
     def to_device(self, values: np.ndarray) -> Tensor:
         """Copy to int64 on the model's device."""

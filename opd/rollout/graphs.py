@@ -127,7 +127,7 @@ class StaticRunner(Runner):
         if self.paged and positions is not None:
             positions = (positions // PAGE - 1) * PAGE
         super().__init__(model, vocab_size, lean=lean, positions=positions)
-        self.captures = captures
+        self.captures = captures = captures and not model.is_recurrent  # states move between slots
         self.graphs = Graphs(model.device, captures)
         self.buffers: Buffers | None = None
         self._layout: object | None = None
@@ -198,7 +198,7 @@ class StaticRunner(Runner):
         if self.paged:
             assert self.positions is not None
             return PagedCache(self.positions, self.model.device)
-        return KVCache(self.positions, static=True)
+        return KVCache(self.positions, static=True, states=self._new_states())
 
     def _ready_buffers(self) -> Buffers:
         """Return the buffers for the cache's slots. If the cache has moved, make new ones and drop all

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from opd.errors import RolloutError, reason_of
+from opd.models.recurrence import States
 from opd.rollout.batch import PARTS, RequestQueue, RunningBatch, better_order
+from opd.rollout.slot_states import SlotStates
 from opd.untrusted import machine_memory, read_document
 
 SPARE = 16
@@ -105,20 +107,26 @@ class PromptKV:
 
     layers: dict[int, tuple[Tensor, Tensor]]
     """Per layer [Hkv, C, d] and [Hkv, C, dv]."""
+    states: dict[int, States] = field(default_factory=dict)
+    """Those after the last token, per layer that carries some."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        return sum(x.numel() * x.element_size() for pair in self.layers.values() for x in pair)
+        states = [x for one in self.states.values() for x in one.values()]
+        return sum(x.nbytes for x in [*states, *(x for pair in self.layers.values() for x in pair)])
 
 
 class KVCache:
     """Preallocated cache for `slots` requests of up to `capacity` tokens each."""
 
-    def __init__(self, positions: int | None = None, *, static: bool = False) -> None:
+    def __init__(
+        self, positions: int | None = None, *, static: bool = False, states: SlotStates | None = None
+    ) -> None:
         """`positions`: most that `slots` times `capacity` may be. `static`: few lengths are read and the
-        layout outlives a call, so that captured decode steps stay valid.
+        layout outlives a call, so that captured decode steps stay valid. `states`: of recurrent layers.
         """
+        self.states = states
         self.slots = 0
         self.capacity = 0
         self.layout = object()
@@ -132,7 +140,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+        states = 0 if self.states is None else self.states.nbytes
+        return states + sum(buffer.nbytes for buffer in self._buffers.values())
 
     @property
     def position_capacity(self) -> int:
@@ -161,13 +170,15 @@ class KVCache:
 
     def reset(self, slots: int) -> None:
         """Drop everything and lay memory out for `slots` requests. `ensure_capacity` sets the capacity."""
-        self.layers.clear()
+        self.clear()
         if not self._static or slots > self._wanted:
             self.slots, self.capacity, self._wanted = 0, 0, slots
 
     def clear(self) -> None:
         """Drop everything. The layout stays."""
         self.layers.clear()
+        if self.states is not None:
+            self.states.clear()
 
     def reserve_slots(self, slots: int) -> None:
         """Reserve `slots` requests from the next `ensure_capacity` on."""
@@ -272,8 +283,9 @@ class KVCache:
     @property
     def position_bytes(self) -> int:
         """Bytes of the keys and values of one token in a layer, once a layer was written."""
-        layer = next(iter(self.layers.values()))
-        return sum(x.shape[1] * x.shape[3] * x.element_size() for x in (layer.keys, layer.values))
+        layer = next(iter(self.layers.values()), None)
+        pair = () if layer is None else (layer.keys, layer.values)
+        return sum(x.shape[1] * x.shape[3] * x.element_size() for x in pair)
 
     def window_length(self, tokens: int) -> int:
         """Number of positions a step should read when its longest request holds `tokens`.
@@ -289,6 +301,8 @@ class KVCache:
         """Copy the first `length` [M] positions of the slots `source` [M] to the slots `target` [M], which
         may be the same in another order.
         """
+        if self.states is not None:
+            self.states.move_slots(source, target)
         if not self.layers:
             return
         tensors = [x for cache in self.layers.values() for x in (cache.keys, cache.values)]
@@ -312,10 +326,12 @@ class KVCache:
             index: (cache.keys[row, :, :length].clone(), cache.values[row, :, :length].clone())
             for index, cache in self.layers.items()
         }
-        return PromptKV(layers)
+        return PromptKV(layers, {} if self.states is None else self.states.read_slot(row))
 
     def write_prompt(self, rows: slice, prompt: PromptKV) -> None:
         """Put the same prompt into several slots."""
+        if self.states is not None:
+            self.states.write_slots(range(rows.start, rows.stop), prompt.states)
         for index, (keys, values) in prompt.layers.items():
             cache = self.get_layer(index, keys, values)
             cache.keys[rows, :, : keys.shape[1]] = keys
@@ -358,7 +374,7 @@ class Origin:
 
 def pack_kv(sequence_kv: Iterable[tuple[np.ndarray, PromptKV]], origin: Origin) -> dict[str, Tensor]:
     """Pack into `tokens` [T] int32, `lengths` [B] int64, `origin` (JSON as uint8) and per layer
-    `layer.I.keys` and `layer.I.values` [Hkv, T, d], all on the CPU. Equal sequences are stored once.
+    `layer.I.keys` and `layer.I.values` [Hkv, T, d], and `state.I.NAME` [B, ...] of a recurrent one, all on the CPU. Equal sequences are stored once.
     """
     distinct = {tokens.astype(np.int32).tobytes(): kv for tokens, kv in sequence_kv}
     sequences = [np.frombuffer(tokens, dtype=np.int32) for tokens in distinct]
@@ -372,6 +388,10 @@ def pack_kv(sequence_kv: Iterable[tuple[np.ndarray, PromptKV]], origin: Origin) 
         for part, name in enumerate(("keys", "values")):
             joined = torch.cat([prompt.layers[index][part] for prompt in prompts], dim=1)
             tensors[f"layer.{index}.{name}"] = joined.cpu()
+    for index, states in prompts[0].states.items():
+        for name in states:
+            joined = torch.stack([prompt.states[index][name] for prompt in prompts])
+            tensors[f"state.{index}.{name}"] = joined.cpu()
     return tensors
 
 
@@ -393,12 +413,20 @@ def unpack_kv(tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict
         }
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         names = [tokens[a:b].tobytes() for a, b in pairwise(bounds)]
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        states: list[dict[int, States]] = [{} for _ in names]
+        for name in tensors:
+            if name.startswith("state."):
+                _, index, kind = name.split(".", 2)
+                for row, one in enumerate(tensors[name].to(device).split(1)):
+                    states[row].setdefault(int(index), {})[kind] = one[0]
+    except (KeyError, ValueError, TypeError, RuntimeError, IndexError) as error:
         raise RolloutError(
             f"the saved keys and values are not readable ({reason_of(error)}); let the engine prefill."
         ) from error
     saved = {
-        name: PromptKV({index: (keys[row], values[row]) for index, (keys, values) in pairs.items()})
+        name: PromptKV(
+            {index: (keys[row], values[row]) for index, (keys, values) in pairs.items()}, states[row]
+        )
         for row, name in enumerate(names)
     }
     return saved, origin

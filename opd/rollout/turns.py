@@ -138,6 +138,7 @@ class AddedAttention(CachedAttention):
         real = np.arange(int(added.max())) < added[:, None]
         row = np.broadcast_to(np.arange(first, first + len(added))[:, None], real.shape)
         self._slots = first, first + len(added)
+        self._bounds, self.first_slot = bounds.tolist(), first
         self._window = int(length.max())
         self._shape = real.shape
         positions = (cached[:, None] + column)[real]
@@ -148,6 +149,10 @@ class AddedAttention(CachedAttention):
         self._last = runner.to_device(cached[:, None] + column)
         self._visible: dict[int | None, Tensor] = {}
         """[R, 1, Q, L] bool, by sliding window: the positions that each added token sees."""
+
+    def added_bounds(self) -> list[int]:
+        """[R + 1]."""
+        return self._bounds
 
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """`query` [T, H, d], `key` and `value` [T, Hkv, d] -> [T, H, dv]."""

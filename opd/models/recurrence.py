@@ -1,0 +1,106 @@
+"""Layers that carry a state from token to token: gated delta rules, state spaces, short convolutions.
+
+Their own modules compute them, on whole sequences `[B, L, D]`. In a packed forward each of them (a mixer) is
+handed to the pass, which calls it on every sequence by itself. The engine keeps the states by slot, in the
+form of transformers' cache: convolution states and recurrent states of a layer, `[B, ...]` each.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from opd.errors import ModelError
+
+_WRITES = {"update_conv_state", "update_recurrent_state"}
+"""Methods of transformers' cache by which a module keeps a state."""
+UNMIXED = ("mlp", "moe")
+"""Kinds of layers in which no token sees another (Nemotron-H)."""
+States = dict[str, Tensor]
+"""States of a layer by name (`conv.0`, `recurrent.0`), `[B, ...]` each."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixerCall:
+    """A mixer and the packed tokens that it is to mix."""
+
+    layer_index: int
+    hidden: Tensor
+    """[T, D]."""
+    forward: Callable[..., Any]
+
+    def run(self, hidden: Tensor, cache: Any = None) -> Tensor:
+        """Mix sequences `hidden` [B, L, D] -> [B, L, D], from the states in `cache` on, which it updates."""
+        output = self.forward(hidden, cache=cache)
+        if not isinstance(output, Tensor) or output.shape[:2] != hidden.shape[:2]:
+            raise ModelError(
+                f"its layer {self.layer_index} does not give a state for each token; choose a model of another"
+                " architecture."
+            )
+        return output
+
+
+@lru_cache(maxsize=256)
+def keeps_state(kind: type) -> bool:
+    """Return True if modules of class `kind` keep a state in transformers' cache themselves."""
+    own = (inspect.unwrap(value) for value in vars(kind).values() if inspect.isfunction(value))
+    return any(_WRITES & set(one.__code__.co_names) for one in own)
+
+
+def mixers_of(module: nn.Module) -> list[Any]:
+    """Return the mixers of a decoder or of a causal language model."""
+    return [part for part in module.modules() if any(map(keeps_state, type(part).__mro__))]
+
+
+def install_mixers(module: nn.Module) -> None:
+    """Let the mixers of `module` hand their tokens to the `attend` that they are given. Without one they
+    compute what they always did.
+    """
+    for part in mixers_of(module):
+        part.forward = MethodType(_mix, part)
+
+
+def _mix(mixer: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Stand for the `forward` of `mixer`, as a method, so that a copy of the module calls the copy."""
+    attend, forward = options.get("attend"), partial(type(mixer).forward, mixer)
+    if attend is None:
+        return forward(hidden_states, *arguments, **options)
+    mix = getattr(attend, "mix", None)
+    if mix is None:
+        raise ModelError(
+            f"its layer {mixer.layer_idx} carries a state from token to token, and a sequence in pieces or shared"
+            " by ranks is attended to only; leave sequence_chunk and context_parallel out."
+        )
+    return mix(MixerCall(int(mixer.layer_idx), hidden_states[0], forward))[None]
+
+
+def put_states(cache: DynamicCache, index: int, states: Mapping[str, Tensor]) -> None:
+    """Let layer `index` of `cache` go on from `states`, whose memory it updates."""
+    layer: Any = cache.layers[index]
+    for name, tensor in states.items():
+        kind, _, number = name.partition(".")
+        place = int(number)
+        getattr(layer, f"{kind}_states")[place] = tensor
+        getattr(layer, f"is_{kind}_states_initialized")[place] = True
+        if kind == "conv":
+            layer.conv_kernel_size[place] = tensor.shape[-1]
+        layer.dtype, layer.device = tensor.dtype, tensor.device
+    layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+
+
+def read_states(cache: DynamicCache, index: int) -> States:
+    """Return the states of layer `index` of `cache`."""
+    layer: Any = cache.layers[index]
+    return {
+        f"{kind}.{place}": tensor
+        for kind in ("conv", "recurrent")
+        for place, tensor in getattr(layer, f"{kind}_states").items()
+        if tensor is not None
+    }
