@@ -28,7 +28,7 @@ from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
 from opd.models.hf_folder import positions_of
 from opd.models.hf_weights import disable_padding, quiet_loading
 from opd.models.long_sequence import ChunkedLayers, layers_of, replace_forward
-from opd.models.recurrence import UNMIXED, MixerCall, install_mixers
+from opd.models.recurrence import UNMIXED, MixerCall, install_mixers, state_bytes
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
@@ -231,6 +231,8 @@ class Recorder:
         """A layer that attended twice."""
         self.mixed: set[int] = set()
         """Layers that carry a state."""
+        self.state_bytes = 0
+        """Bytes of all states of a sequence."""
 
     def __call__(self, call: AttentionCall) -> Tensor:
         if call.layer_index in self.windows:
@@ -243,6 +245,7 @@ class Recorder:
         if call.layer_index in self.mixed:
             self.again = call.layer_index
         self.mixed.add(call.layer_index)
+        self.state_bytes += state_bytes(call)
         return self.attend.mix(call)
 
 
@@ -334,7 +337,7 @@ def check_attention(model: CausalLM) -> None:
             f" (difference {apart:.3g}): it mixes tokens, or hides some, elsewhere than in its attention;"
             f" {ANOTHER}."
         )
-    model.kv_numbers = recorder.kv_numbers // sum(lengths)
+    model.kv_numbers, model.state_bytes = recorder.kv_numbers // sum(lengths), recorder.state_bytes
     cause = layers_cause(model.decoder, model.config, recorder)
     if cause is not None:
         raise ModelError(f"{type(model.module).__name__} cannot be used here: {cause}.")

@@ -342,6 +342,8 @@ class CausalLM:
         sampled."""
         self.kv_numbers = 0
         """Numbers in the keys and values of a token over all layers, measured by the check."""
+        self.state_bytes = 0
+        """Bytes of the states of a sequence in layers that carry some, measured by the check."""
         self.pieces_checked = False
         """True after `check_pieces` found equal results in chunks."""
         self.compiled: Callable[[Sequence[nn.Module]], AbstractContextManager[None]] | None = None

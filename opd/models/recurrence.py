@@ -47,6 +47,39 @@ class MixerCall:
         return output
 
 
+def state_bytes(call: MixerCall) -> int:
+    """Return the bytes of the states that a mixer keeps of a sequence."""
+    held = MeasuredStates()
+    call.run(call.hidden[None, :2], held)
+    return held.nbytes
+
+
+class MeasuredStates:
+    """In the place of transformers' cache: what a mixer writes of its first tokens."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    is_recording_past = has_previous_state
+
+    def update_conv_state(self, states: Tensor, *_: Any, conv_kernel_size: int | None = None, **__: Any) -> Tensor:
+        width = states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        self.nbytes += states[..., 0].numel() * width * states.element_size()
+        return states
+
+    def update_recurrent_state(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.nbytes += states.nbytes
+        return states
+
+
 @lru_cache(maxsize=256)
 def keeps_state(kind: type) -> bool:
     """Return True if modules of class `kind` keep a state in transformers' cache themselves."""

@@ -64,8 +64,12 @@ class TorchEngine(Streaming):
         self.model = model
         self._max_running = max_running
         trained, settings = positions_of(model.config), settings or DecodeConfig()
-        token_bytes = model.kv_numbers * model.dtype.itemsize
-        positions = kv_budget(settings.kv_cache_mb, model.device) // token_bytes
+        token_bytes = max(1, model.kv_numbers * model.dtype.itemsize)
+        budget = kv_budget(settings.kv_cache_mb, model.device)
+        if model.state_bytes:  # states of a recurrent model take half at most
+            self._max_running = max(1, min(max_running, budget // 2 // model.state_bytes))
+            budget -= min(budget // 2, self._max_running * model.state_bytes)
+        positions = budget // token_bytes
         runner: Callable[..., Runner] = Runner
         if sharing is not None:
             runner = partial(ShardedRunner, sharing=sharing)
@@ -95,7 +99,7 @@ class TorchEngine(Streaming):
         """Number of first slots whose tokens, but for the newest, are all cached."""
         self.restored_tokens = 0
         """Tokens whose keys and values came from `restore` instead of a forward."""
-        self._turns = CachedTurns(self._runner, self._limits, max_running)
+        self._turns = CachedTurns(self._runner, self._limits, self._max_running)
         self.saved: dict[bytes, PromptKV] = {}
         """Restored keys and values that no request has used yet, by the bytes of their token ids."""
 

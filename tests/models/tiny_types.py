@@ -76,7 +76,7 @@ _INDEXER = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OWN: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
@@ -90,9 +90,10 @@ OWN: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": _MAMBA,
+    "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
