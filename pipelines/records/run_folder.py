@@ -377,7 +377,7 @@ class RunFolder(RunLayout):
         digests = [self._recorded_inputs["recipe"], *self._recorded_inputs.get("recipes", [])]
         if digest_of(fixed_settings(config)) not in digests:
             raise RunFolderError(f"{self.config_path} is not what the run was started with; {_ANEW}")
-        # A run that was killed between a change's record and this file has changed.
+        # A run that was killed between a change's record and this file has changed, and this file has no digest.
         changed = self._recorded_inputs.get("config")
         return config if changed is None else config | fixed_settings(changed) | {"watch": changed["watch"]}
 
@@ -398,6 +398,7 @@ class RunFolder(RunLayout):
         inputs = {
             "run": secrets.token_hex(8),
             "recipe": digest_of(fixed_settings(config)),
+            "config": config,
             "given": input_digests(recipe),
             "hub": hub,
             "threads": config["runtime"]["threads"],
