@@ -35,6 +35,7 @@ from opd.models.hf_weights import meta_parameters, quiet_loading
 from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
 from opd.models.quantisation import KEYS, quantisation_of
 from opd.models.quantised_weights import plain_tensors
+from opd.models.recurrence import MixerCall, install_mixers, mix_by
 from opd.models.stored_form import MISSING, UNKNOWN, StoredForm
 from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import EMBEDDING_WEIGHT, HEAD_WEIGHT, LATEST, MANIFEST, unit_of
@@ -241,6 +242,10 @@ class PackedWork:
         return self.hidden[0]
 
 
+_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""Kinds of layers that are streamed."""
+
+
 class CheckedAttention:
     """`PackedAttention` that detects layers it cannot replace."""
 
@@ -259,6 +264,11 @@ class CheckedAttention:
             )
         return self.attend(call)
 
+    def mix(self, call: MixerCall) -> Tensor:
+        """Call `PackedAttention.mix`. Raises `ModelError` if the layer gets a part of a sequence."""
+        self.called = True
+        return mix_by(self.attend, call)
+
 
 class Skeleton:
     """The decoder that `config`, the dictionary of a config.json, describes.
@@ -273,6 +283,7 @@ class Skeleton:
             module = AutoModelForCausalLM.from_config(
                 settings, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             ).eval()
+            install_mixers(module)
             speed_up(module)  # as in `CausalLM`: streamed and resident teachers compute the same
         self._set_module(module)
         for part in self._decoder.modules():
@@ -306,7 +317,7 @@ class Skeleton:
             )
         default = ["full_attention"] * len(self.layers)
         self.kinds = list(getattr(self.config, "layer_types", None) or default)
-        if unknown := set(self.kinds) - {"full_attention", "sliding_attention"}:
+        if unknown := set(self.kinds) - _KINDS:
             raise self._unusable_error(f"a layer is of kind {min(unknown)!r}")
 
     def require_shapes(self, tensors: Mapping[str, Sequence[int]]) -> None:

@@ -482,7 +482,8 @@ def _a_step_is_seen_before_it_is_dealt_out(recipe: Recipe) -> None:
         )
 
 
-def _pieces_fit_mixtures(recipe: Recipe) -> None:
+def parts_in_pieces(recipe: Recipe) -> list[str]:
+    """Return the parts of `recipe` that learn from sequences in pieces (`batch.sequence_chunk`)."""
     parts = {
         "distill": recipe.distill,
         "specialist": recipe.specialist,
@@ -491,15 +492,20 @@ def _pieces_fit_mixtures(recipe: Recipe) -> None:
     }
     for name, config in recipe.domains.items():
         parts |= {f"domains.{name}.specialist": config.specialist, f"domains.{name}.sft": config.sft}
-    for where, part in parts.items():
-        pieces = part is not None and part.batch.sequence_chunk is not None
-        if pieces and recipe.train.expert_parallel not in (1, "auto"):
+    return [
+        where for where, part in parts.items() if part is not None and part.batch.sequence_chunk is not None
+    ]
+
+
+def _pieces_fit_mixtures(recipe: Recipe) -> None:
+    for where in parts_in_pieces(recipe):
+        if recipe.train.expert_parallel not in (1, "auto"):
             raise ValueError(
                 f"with train.expert_parallel {recipe.train.expert_parallel} ranks compute experts equally"
                 f" often, but {where}.batch.sequence_chunk has them run unequal numbers of pieces; leave one"
                 " of the two out"
             )
-        if pieces and recipe.train.router_losses:
+        if recipe.train.router_losses:
             raise ValueError(
                 f"train.{recipe.train.router_losses[0]} is a loss of whole micro-batches, and"
                 f" {where}.batch.sequence_chunk runs layers in pieces; leave one of the two out"

@@ -8,6 +8,7 @@ form of transformers' cache: convolution states and recurrent states of a layer,
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,6 +24,10 @@ _WRITES = {"update_conv_state", "update_recurrent_state"}
 """Methods of transformers' cache by which a module keeps a state."""
 UNMIXED = ("mlp", "moe")
 """Kinds of layers in which no token sees another (Nemotron-H)."""
+IN_PIECES = (
+    "and layers that take a sequence in pieces, or share it with other ranks, only attend; leave"
+    " batch.sequence_chunk out, and set train.context_parallel to 1"
+)
 States = dict[str, Tensor]
 """States of a layer by name (`conv.0`, `recurrent.0`), `[B, ...]` each."""
 
@@ -41,8 +46,8 @@ class MixerCall:
         output = self.forward(hidden, cache=cache)
         if not isinstance(output, Tensor) or output.shape[:2] != hidden.shape[:2]:
             raise ModelError(
-                f"its layer {self.layer_index} does not give a state for each token; choose a model of another"
-                " architecture."
+                f"its layer {self.layer_index} does not give a state for each token; choose a model of"
+                " another architecture."
             )
         return output
 
@@ -70,7 +75,9 @@ class MeasuredStates:
 
     is_recording_past = has_previous_state
 
-    def update_conv_state(self, states: Tensor, *_: Any, conv_kernel_size: int | None = None, **__: Any) -> Tensor:
+    def update_conv_state(
+        self, states: Tensor, *_: Any, conv_kernel_size: int | None = None, **__: Any
+    ) -> Tensor:
         width = states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         self.nbytes += states[..., 0].numel() * width * states.element_size()
         return states
@@ -92,6 +99,18 @@ def mixers_of(module: nn.Module) -> list[Any]:
     return [part for part in module.modules() if any(map(keeps_state, type(part).__mro__))]
 
 
+def step_fault(module: nn.Module) -> str | None:
+    """Return why the engine cannot write with `module` token by token, as the end of a sentence."""
+    for part in mixers_of(module):
+        least, most = getattr(part, "time_step_limit", (0.0, math.inf))
+        if (least, most) != (0.0, math.inf):
+            return (
+                f"bounds its time steps (layer {part.layer_idx}: {least:g} to {most:g}), which transformers'"
+                " code for one token does not do"
+            )
+    return None
+
+
 def install_mixers(module: nn.Module) -> None:
     """Let the mixers of `module` hand their tokens to the `attend` that they are given. Without one they
     compute what they always did.
@@ -105,13 +124,14 @@ def _mix(mixer: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> 
     attend, forward = options.get("attend"), partial(type(mixer).forward, mixer)
     if attend is None:
         return forward(hidden_states, *arguments, **options)
-    mix = getattr(attend, "mix", None)
-    if mix is None:
-        raise ModelError(
-            f"its layer {mixer.layer_idx} carries a state from token to token, and a sequence in pieces or shared"
-            " by ranks is attended to only; leave sequence_chunk and context_parallel out."
-        )
-    return mix(MixerCall(int(mixer.layer_idx), hidden_states[0], forward))[None]
+    return mix_by(attend, MixerCall(int(mixer.layer_idx), hidden_states[0], forward))[None]
+
+
+def mix_by(attend: Any, call: MixerCall) -> Tensor:
+    """Return [T, D] of `call`, mixed by `attend`. Raises `ModelError` if it cannot carry states."""
+    if not hasattr(attend, "mix"):
+        raise ModelError(f"its layer {call.layer_index} carries a state from token to token, {IN_PIECES}.")
+    return attend.mix(call)
 
 
 def put_states(cache: DynamicCache, index: int, states: Mapping[str, Tensor]) -> None:

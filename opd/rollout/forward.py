@@ -131,7 +131,7 @@ class CachedAttention(ABC):
     first_slot = 0
 
     def added_bounds(self) -> list[int]:
-        """[R + 1]: bounds of the new tokens of each slot from `first_slot` on. By default one token a slot."""
+        """[R + 1]: bounds of the new tokens of the slots from `first_slot` on; by default one of each."""
         return list(range(len(self.positions) + 1))
 
     @abstractmethod
@@ -645,11 +645,12 @@ class Runner:
         config = self.model.config
         kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
         wanted = {index for index, kind in enumerate(kinds) if kind not in UNMIXED}
-        held = self.cache.layers.keys() | (set() if self.cache.states is None else self.cache.states.layers.keys())
+        states = self.cache.states
+        held = self.cache.layers.keys() | (set() if states is None else states.layers.keys())
         if held != wanted:
             raise ModelError(
-                f"{len(held)} of the {len(wanted)} layers of {config.model_type} have keys and values of their own;"
-                " the embedded engine needs all of them to."
+                f"{len(held)} of the {len(wanted)} layers of {config.model_type} have keys and values of"
+                " their own; the embedded engine needs all of them to."
             )
 
     def to_device(self, values: np.ndarray) -> Tensor:

@@ -374,7 +374,8 @@ class Origin:
 
 def pack_kv(sequence_kv: Iterable[tuple[np.ndarray, PromptKV]], origin: Origin) -> dict[str, Tensor]:
     """Pack into `tokens` [T] int32, `lengths` [B] int64, `origin` (JSON as uint8) and per layer
-    `layer.I.keys` and `layer.I.values` [Hkv, T, d], and `state.I.NAME` [B, ...] of a recurrent one, all on the CPU. Equal sequences are stored once.
+    `layer.I.keys` and `layer.I.values` [Hkv, T, d], or `state.I.NAME` [B, ...], all on the CPU. Equal
+    sequences are stored once.
     """
     distinct = {tokens.astype(np.int32).tobytes(): kv for tokens, kv in sequence_kv}
     sequences = [np.frombuffer(tokens, dtype=np.int32) for tokens in distinct]

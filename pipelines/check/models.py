@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe, RolloutConfig
+from opd.config.cross_field_checks import parts_in_pieces
 from opd.config.recipe import ModelConfig
-from opd.config.teachers import ServedEngineConfig
+from opd.config.teachers import ServedEngineConfig, TorchEngineConfig
 from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, ModelError, OpdError
 from opd.models.token_ids import id_count
@@ -133,6 +134,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     from opd.models.expert_parallel import shares_experts
     from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
+    from opd.models.recurrence import mixers_of
     from opd.models.routing import balancing_fault
     from opd.pipelines.stages.domains import student_tokenizer
     from opd.pipelines.stages.student import student_remarks
@@ -164,6 +166,8 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         raise ModelError(
             f"train.{recipe.train.router_losses[0]} is set, and the student {fault}; leave it out."
         )
+    if mixers_of(module):
+        _check_recurrent(recipe, module)
     absent = models.lacks_weights(model.path)
     origin = origin_of(Path(model.path)) if model.path is not None and not absent else frozenset[str]()
     models.student = replace(shape_of(config, module, model.lora), origin=origin, absent=absent)
@@ -179,6 +183,17 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         *_check_adapters(model.lora, models.student),
         *_check_sent(recipe, module),
     ]
+
+
+def _check_recurrent(recipe: Recipe, module: Any) -> None:
+    """Raise `ModelError` if a student with layers that carry a state meets what only attention does."""
+    from opd.models.recurrence import IN_PIECES, step_fault
+
+    if (fault := step_fault(module)) is not None and isinstance(recipe.rollout.engine, TorchEngineConfig):
+        raise ModelError(f"the student {fault}; set rollout.engine to servers.")
+    if (pieces := parts_in_pieces(recipe)) or recipe.train.context_parallel != 1:
+        where = f"{pieces[0]}.batch.sequence_chunk" if pieces else "train.context_parallel"
+        raise ModelError(f"{where} is set, and the student carries states from token to token, {IN_PIECES}.")
 
 
 def require_folders(model: ModelConfig) -> None:

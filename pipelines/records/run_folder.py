@@ -135,6 +135,11 @@ def _is_trace(name: str) -> bool:
     return name in (_LOCK, _INPUTS) or unfinished
 
 
+def _checked_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in which damage to `config.json` is found: those whose changes are recorded."""
+    return fixed_settings(config) | {"watch": config.get("watch")}
+
+
 class RunFolder(RunLayout):
     """An open run folder. Only this process and its workers may use it until `close`."""
 
@@ -375,9 +380,12 @@ class RunFolder(RunLayout):
         if self._recorded_inputs is None:
             return config
         digests = [self._recorded_inputs["recipe"], *self._recorded_inputs.get("recipes", [])]
-        if digest_of(fixed_settings(config)) not in digests:
+        settings = self._recorded_inputs.get("settings")  # not of older releases
+        if digest_of(fixed_settings(config)) not in digests or (
+            settings is not None and digest_of(_checked_settings(config)) not in settings
+        ):
             raise RunFolderError(f"{self.config_path} is not what the run was started with; {_ANEW}")
-        # A run that was killed between a change's record and this file has changed, and this file has no digest.
+        # A run that was killed between a change's record and this file has changed.
         changed = self._recorded_inputs.get("config")
         return config if changed is None else config | fixed_settings(changed) | {"watch": changed["watch"]}
 
@@ -398,7 +406,7 @@ class RunFolder(RunLayout):
         inputs = {
             "run": secrets.token_hex(8),
             "recipe": digest_of(fixed_settings(config)),
-            "config": config,
+            "settings": [digest_of(_checked_settings(config))],
             "given": input_digests(recipe),
             "hub": hub,
             "threads": config["runtime"]["threads"],
@@ -462,7 +470,9 @@ class RunFolder(RunLayout):
                     drop_responses(self.stage_path(stage))
             digests = [*self._recorded_inputs.get("recipes", []), digest_of(fixed_settings(config))]
             recorded = [*self._recorded_inputs.get("setting_changes", []), *map(asdict, records)]
-            inputs = {"setting_changes": recorded, "recipes": digests, "config": config}
+            settings = [*self._recorded_inputs.get("settings", []), digest_of(_checked_settings(started))]
+            settings.append(digest_of(_checked_settings(config)))
+            inputs = {"setting_changes": recorded, "recipes": digests, "settings": settings, "config": config}
             write_sealed(self.path / _INPUTS, {**self._recorded_inputs, **inputs})
             del self._recorded_inputs  # read again on access
         self._write_config(config)
