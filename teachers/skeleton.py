@@ -427,18 +427,22 @@ class Skeleton:
         weights = {f"embed_tokens.{name}": tensor for name, tensor in renamed.items()}
         chain = _Chain()
         with chain.replace_forwards([*self.layers, getattr(self._decoder, self._norm)]):
-            output = functional_call(
-                self._decoder,
-                weights,
-                (),
-                {
-                    "input_ids": work.input_ids[None],
-                    "position_ids": work.position_ids[None],
-                    "use_cache": False,
-                    "attend": work.attend,
-                },
-                tie_weights=False,
-            )
+            try:
+                output = functional_call(
+                    self._decoder,
+                    weights,
+                    (),
+                    {
+                        "input_ids": work.input_ids[None],
+                        "position_ids": work.position_ids[None],
+                        "use_cache": False,
+                        "attend": work.attend,
+                    },
+                    tie_weights=False,
+                )
+            except (ValueError, TypeError, IndexError) as error:
+                cause = "its decoder takes more from a layer than hidden states"
+                raise self._unusable_error(cause) from error
         if not chain.is_chain or output.last_hidden_state is not chain.passed:
             raise self._unusable_error("its layers and final norm are not one chain")
         work.hidden, work.calls = chain.first, chain.calls[:-1]

@@ -28,7 +28,7 @@ from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
 from opd.models.hf_folder import positions_of
 from opd.models.hf_weights import disable_padding, quiet_loading
 from opd.models.long_sequence import ChunkedLayers, layers_of, replace_forward
-from opd.models.recurrence import UNMIXED, MixerCall, install_mixers, state_bytes
+from opd.models.recurrence import UNMIXED, MixerCall, install_mixers, state_bytes, step_fault
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
@@ -132,6 +132,8 @@ def _refusal_cause(module: Any) -> str | None:
     if output.last_hidden_state.shape[-1] != head.in_features:
         return f"its head does not read the hidden states as its decoder gives them; {ANOTHER}"
     cause = layers_cause(decoder, module.config.get_text_config(), recorder)
+    if cause is None and (fault := step_fault(module)) is not None:
+        return f"{fault}; {ANOTHER}"
     if cause is None and not placed:
         return (
             "its decoder takes no positions (position_ids) and counts them from the first of all tokens it is"

@@ -100,13 +100,13 @@ def mixers_of(module: nn.Module) -> list[Any]:
 
 
 def step_fault(module: nn.Module) -> str | None:
-    """Return why the engine cannot write with `module` token by token, as the end of a sentence."""
+    """Return why `module` computes one token otherwise than many, as the end of a sentence."""
     for part in mixers_of(module):
         least, most = getattr(part, "time_step_limit", (0.0, math.inf))
         if (least, most) != (0.0, math.inf):
             return (
-                f"bounds its time steps (layer {part.layer_idx}: {least:g} to {most:g}), which transformers'"
-                " code for one token does not do"
+                f"its layer {part.layer_idx} keeps its time steps between {least:g} and {most:g}, which"
+                " transformers' code for one token does not"
             )
     return None
 

@@ -14,7 +14,6 @@ from opd.config.train import DecodeConfig
 from opd.errors import RolloutError
 from opd.models.causal_lm import CausalLM, WeightsDigest
 from opd.models.hf_folder import positions_of
-from opd.models.recurrence import step_fault
 from opd.rollout.batch import EngineLimits, RunningBatch, queue_requests
 from opd.rollout.expert_recorder import ExpertRecorder
 from opd.rollout.forward import Runner
@@ -62,8 +61,6 @@ class TorchEngine(Streaming):
                 f"max_running must be at least 1 and max_sequence at least 2, not {max_running} and"
                 f" {max_sequence}."
             )
-        if (fault := step_fault(model.module)) is not None:
-            raise RolloutError(f"the model {fault}; set rollout.engine to servers.")
         self.model = model
         self._max_running = max_running
         trained, settings = positions_of(model.config), settings or DecodeConfig()

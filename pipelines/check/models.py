@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from opd.config import Recipe, RolloutConfig
 from opd.config.cross_field_checks import parts_in_pieces
 from opd.config.recipe import ModelConfig
-from opd.config.teachers import ServedEngineConfig, TorchEngineConfig
+from opd.config.teachers import ServedEngineConfig
 from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, ModelError, OpdError
 from opd.models.token_ids import id_count
@@ -167,7 +167,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
             f"train.{recipe.train.router_losses[0]} is set, and the student {fault}; leave it out."
         )
     if mixers_of(module):
-        _check_recurrent(recipe, module)
+        _check_recurrent(recipe)
     absent = models.lacks_weights(model.path)
     origin = origin_of(Path(model.path)) if model.path is not None and not absent else frozenset[str]()
     models.student = replace(shape_of(config, module, model.lora), origin=origin, absent=absent)
@@ -185,12 +185,10 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     ]
 
 
-def _check_recurrent(recipe: Recipe, module: Any) -> None:
+def _check_recurrent(recipe: Recipe) -> None:
     """Raise `ModelError` if a student with layers that carry a state meets what only attention does."""
-    from opd.models.recurrence import IN_PIECES, step_fault
+    from opd.models.recurrence import IN_PIECES
 
-    if (fault := step_fault(module)) is not None and isinstance(recipe.rollout.engine, TorchEngineConfig):
-        raise ModelError(f"the student {fault}; set rollout.engine to servers.")
     if (pieces := parts_in_pieces(recipe)) or recipe.train.context_parallel != 1:
         where = f"{pieces[0]}.batch.sequence_chunk" if pieces else "train.context_parallel"
         raise ModelError(f"{where} is set, and the student carries states from token to token, {IN_PIECES}.")

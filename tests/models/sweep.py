@@ -132,7 +132,7 @@ def as_student(bench: Bench) -> float:
     for logits, module in ((ours, model.module), (theirs, bench.plain)):
         module.zero_grad()
         torch.nn.functional.cross_entropy(logits.float(), targets).backward()
-        torch.optim.SGD(module.parameters(), lr=0.02).step()
+        torch.optim.SGD(module.parameters(), lr=0.005).step()
         module.zero_grad()
     with torch.no_grad():
         alone = torch.cat([bench.logits(part) for part in parts])

@@ -24,11 +24,11 @@ UNPUBLISHED = {
     "exaone": "belongs to no known part of a decoder",
     "longcat_flash": "counts 4 layers where it has 2",
     "falcon": "takes none from outside",
-    "deepseek_v4": "as I64",
+    "deepseek_v4": "is of kind 'compressed_sparse_attention'",
     "cpmant": "does not attend through the attention interface",  # and are not tied as it says
 }
 ONLY_SERVED = {
-    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "jamba": "JambaMambaMixer",
     "nanochat": "not one chain",
     "axk2": "cannot run packed sequences",
     "inkling_text": "a bias of scores by distance",

@@ -1,0 +1,164 @@
+"""Layers that carry a state from token to token: packed, written with, streamed, and refused with what only
+attends.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sweep
+import tiny_types
+import torch
+from recipes import tiny_recipe
+
+from opd.errors import ModelError, OpdError
+from opd.models.attention import PackedAttention
+from opd.models.causal_lm import CausalLM
+from opd.models.long_sequence import LayerMemory
+from opd.models.recurrence import mixers_of
+from opd.pipelines.check import models as doctor
+from opd.pipelines.check.checks import run_check
+from opd.rollout.torch_engine import TorchEngine
+from opd.types import RolloutRequest, SamplingParams
+
+TYPES = ("qwen3_5_text", "lfm2_moe", "falcon_h1", "granitemoehybrid")
+"""A gated delta rule, short convolutions, attention and a state space in one layer, and in turn."""
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def folder(request, tmp_path_factory) -> Path:
+    return tiny_types.write_folder(request.param, tmp_path_factory.mktemp(request.param) / "model")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_student_and_teacher_are_what_transformers_computes(folder, tmp_path):
+    bench = sweep.Bench(folder, tmp_path, sweep.plain_model(folder))
+    assert sweep.as_local(bench) < sweep.EXACT
+    assert sweep.as_student(bench) < sweep.EXACT
+
+
+def answers(engine: TorchEngine, asked: list[RolloutRequest]) -> dict[str, tuple[list[int], list[float]]]:
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for chunk in engine.generate(asked):
+        for uid, token, score in zip(chunk.uids, chunk.token_ids, chunk.logprobs, strict=True):
+            ids, scores = found.setdefault(uid, ([], []))
+            ids.append(int(token))
+            scores.append(float(score))
+    return found
+
+
+def requests(count: int, **more) -> list[RolloutRequest]:
+    generator = np.random.default_rng(0)
+    settings = [SamplingParams(max_new_tokens=3 + 5 * (i % 4), temperature=1.0) for i in range(count)]
+    prompts = [generator.integers(2, 14, 4 + 3 * (i % 5)).astype(np.int32) for i in range(count)]
+    prompts[1] = prompts[0]  # one prompt of two requests
+    return [RolloutRequest(str(i), prompts[i], settings[i], seed=7, **more) for i in range(count)]
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_slots_that_move_and_wait_keep_their_states(folder):
+    """Requests of many lengths through three slots: each token has the log-probability of a packed pass."""
+    model, asked = CausalLM.from_pretrained(folder), requests(9)
+    found = answers(TorchEngine(model, max_running=3), asked)
+    alone = answers(TorchEngine(model, max_running=1), asked)
+    for one in asked:
+        ids, scores = found[one.uid]
+        assert ids == alone[one.uid][0]
+        text = torch.tensor([*one.prompt_ids.tolist(), *ids])
+        table = torch.log_softmax(sweep.packed_logits(model, [text]).double(), -1)[
+            len(one.prompt_ids) - 1 : -1
+        ]
+        due = table[torch.arange(len(ids)), torch.tensor(ids)]
+        assert float((due - torch.tensor(scores).double()).abs().max()) < sweep.EXACT
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_states_are_saved_and_go_on_in_another_engine(folder):
+    model, asked = CausalLM.from_pretrained(folder), requests(4)
+    whole = answers(TorchEngine(model), asked)
+    engine = TorchEngine(model)
+    engine.submit(asked)
+    for _ in range(2):
+        engine.next_chunk()
+    engine.pause()
+    saved = engine.snapshot()
+    assert any(name.startswith("state.") for name in saved)
+    resumed = [replace(one, prefix_ids=np.array(whole[one.uid][0][:2], np.int32)) for one in asked]
+    other = TorchEngine(model)
+    other.pause()
+    assert other.restore(saved) == len(asked)
+    other.resume()
+    rest = answers(other, resumed)
+    assert other.restored_tokens > 0
+    assert {uid: rest[uid][0] for uid in rest} == {uid: whole[uid][0][2:] for uid in rest}
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_turn_goes_on_from_the_states_of_the_first(folder):
+    model = CausalLM.from_pretrained(folder)
+    engine, prompt = TorchEngine(model), np.arange(2, 12, dtype=np.int32)
+    settings = SamplingParams(max_new_tokens=5, temperature=1.0)
+    first = RolloutRequest("a", prompt, settings, seed=1, session="s", continues=True)
+    ids = answers(engine, [first])["a"][0]
+    longer = np.array([*prompt, *ids, 3, 4, 5], np.int32)
+    again = RolloutRequest("b", longer, settings, seed=1, session="s")
+    got = answers(engine, [again])["b"]
+    assert engine.kept_tokens == len(prompt) + len(ids) - 1
+    fresh = answers(TorchEngine(model), [again])["b"]
+    assert got[0] == fresh[0]
+    assert got[1] == pytest.approx(fresh[1], abs=sweep.EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_a_copy_of_a_model_computes_with_its_own_weights(folder):
+    model = CausalLM.from_pretrained(folder)
+    ids, places, bounds = torch.arange(2, 12), torch.arange(10), PackedAttention([0, 4, 10])
+    before = model.run(ids, places, bounds)
+    twin = copy.deepcopy(model)
+    for part in mixers_of(model.module):
+        for parameter in part.parameters():
+            parameter.zero_()
+    assert torch.equal(twin.run(ids, places, bounds), before)
+    assert not torch.equal(model.run(ids, places, bounds), before)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sequences_in_pieces_are_refused(folder):
+    model = CausalLM.from_pretrained(folder)
+    with pytest.raises(ModelError, match="carries a state from token to token"):
+        model.hidden(torch.arange(2, 12), torch.arange(10), [0, 10], LayerMemory(chunk=4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"distill": {"batch": {"sequence_chunk": 8}}},
+            "distill.batch.sequence_chunk is set, and the student",
+        ),
+        ({"train": {"context_parallel": 2, "ranks": 2}}, "train.context_parallel is set, and the student"),
+    ],
+)
+def test_the_doctor_refuses_what_only_attends(folder, changes, said):
+    recipe = tiny_recipe(model={"path": str(folder)}, base=None, **changes)
+    [error] = [
+        one.detail
+        for one in run_check("student", lambda: doctor._check_student(recipe, {}, doctor.Models()))
+        if one.level == "error"
+    ]
+    assert error.startswith(said)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_time_steps_that_one_token_does_not_keep_are_refused(tmp_path):
+    folder = tiny_types.write_folder("nemotron_h", tmp_path / "model")
+    with pytest.raises(OpdError, match="keeps its time steps between"):
+        CausalLM.from_pretrained(folder)
