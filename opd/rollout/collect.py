@@ -352,7 +352,7 @@ def _check_sample(path: str, sample: Sample, group: SampleGroup) -> None:
         try:
             if not isinstance(masks, np.ndarray) or masks.dtype != np.int32 or masks.ndim != 1:
                 raise ValueError("are no int32 array [R + M]")
-            split_masks(sample, MOST_KEPT)
+            split_masks(sample.response_ids, masks, MOST_KEPT)
         except ValueError as error:
             raise RolloutError(
                 f"rollout.generate {path}: sampling_masks of sample {sample.uid} {error}; give those of the"

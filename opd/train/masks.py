@@ -42,10 +42,10 @@ def pack_masks(samples: Sequence[Sample]) -> Tensor | None:
 
 def _checked_masks(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of mask ids [R] of each token of `sample`, and the ids [M]."""
-    if sample.sampling_masks is None:
+    if (masks := sample.sampling_masks) is None:
         return np.zeros(len(sample.response_ids), np.int64), np.zeros(0, np.int64)
     try:
-        return split_masks(sample, MOST_KEPT)
+        return split_masks(sample.response_ids, np.asarray(masks), MOST_KEPT)
     except ValueError as error:
         raise TrainingError(
             f"sampling_masks of sample {sample.uid} {error}; they are not the engine's, so let it write again"

@@ -438,11 +438,11 @@ class Student:
         return self.rollouts
 
     def record_masks(self) -> None:
-        """Let the engines in this process give the tokens with their sampling masks, which the trainer
+        """Let embedded engines, here or on Ray, give the tokens with their sampling masks, which the trainer
         replays."""
         for engine in self.engine_pool.engines:
-            if isinstance(engine, TorchEngine):
-                engine.record_masks(MOST_KEPT)
+            if (record := getattr(engine, "record_masks", None)) is not None:
+                record(MOST_KEPT)
 
     @property
     def stop_ids(self) -> list[int]:

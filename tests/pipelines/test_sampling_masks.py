@@ -94,7 +94,6 @@ SERVED = {"type": "sglang", "urls": ["http://127.0.0.1:1"]}
     [
         (TRUE | {"engine": SERVED}, {}, "sglang's streams do not tell them; take rollout.engine torch"),
         (TRUE | {"engine": SERVED | {"type": "vllm"}}, {}, "vllm's streams do not tell them"),
-        (TRUE, {"launch": {"type": "ray"}}, "engines on Ray do not tell them; set launch to local"),
         (TRUE | {"top_k": 1025}, {}, "top_k is 1025, but masks have at most 1024 tokens; lower it"),
         (
             TRUE,
