@@ -437,7 +437,10 @@ class Backend(TrainerMemory):
         student = StudentRows(hidden, head, micro.targets, *scale, self.sum_shared)
         student.masks = micro.masks
         student.probed = any(isinstance(term, MismatchProbe) and not term.shared for term in self.terms)
-        return torch.stack([term(micro, student, sums) for term in self.terms]).sum()
+        loss = torch.stack([term(micro, student, sums) for term in self.terms]).sum()
+        if student.kept_mass is not None:
+            sums.add("sampling/mass", student.kept_mass.sum(), (student.kept_mass > 0).sum())
+        return loss
 
     def _loss_with_routers(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
         if self._router_losses is None:

@@ -55,10 +55,10 @@ def _checked_masks(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
 
 def policy_logprobs(
     hidden: Tensor, head: AnyHead, targets: Tensor, masks: Tensor, temperature: float, chunk: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities and the entropies [N] of the policy that drew `targets` [N] from `masks`
-    [N, K], both differentiable in `hidden` [N, D] and `head`. Raises `TrainingError` for an id of a mask
-    outside the vocabulary.
+    [N, K], both differentiable in `hidden` [N, D] and `head`, and the probability of each mask, 0 without
+    one. Raises `TrainingError` for an id of a mask outside the vocabulary.
     """
     scale = {"temperature": temperature, "chunk": chunk}
     vocabulary = head.vocabulary
@@ -77,4 +77,5 @@ def policy_logprobs(
     inside = kept - log_mass[:, None]
     entropy = -(inside.exp() * inside).sum(1)
     masked = masks[:, 0] >= 0
-    return torch.where(masked, drawn - log_mass, drawn), torch.where(masked, entropy, whole_entropy)
+    mass = log_mass.detach().exp() * masked
+    return torch.where(masked, drawn - log_mass, drawn), torch.where(masked, entropy, whole_entropy), mass

@@ -67,6 +67,7 @@ def test_a_specialist_learns_over_the_kept_tokens(tmp_path, models, cut):
     for row, plain in zip(rows, off, strict=True):
         assert 1 < row["sampling/kept"] <= cut.get("top_k", 12)
         assert row["sampling/masked"] == 1.0
+        assert cut.get("top_p", 0) - 1e-6 < row["sampling/mass"] < 1
         assert row["mismatch/mean_abs"] < 2e-6
         assert row["entropy"] < plain["entropy"]
         assert not any(name.startswith("sampling/") for name in plain)
