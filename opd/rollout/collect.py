@@ -8,6 +8,7 @@ has them.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ from opd.rollout.streams import More
 from opd.storage.transcript import Tokens, Transcript, choices_of, masks_of, split_masks
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 from opd.user_code import call_user_code
+
+_log = logging.getLogger(__name__)
 
 
 class SamplingEngine(Protocol):
@@ -252,8 +255,9 @@ _ARRAYS = {
 """Array of a sample -> the NumPy kinds it may have, and their name in errors."""
 
 
-def load_generate(path: str | None) -> Generate:
-    """Return the function at `path`, with its results checked, or `collect` if `path` is None.
+def load_generate(path: str | None, masked: bool = False) -> Generate:
+    """Return the function at `path`, with its results checked, or `collect` if `path` is None. `masked`: the
+    engine gives sampling masks. It is logged once if responses drawn with a cut come without.
 
     Raises `ConfigError` if it cannot be loaded. The returned function raises `RolloutError`, naming the group
     or sample, unless every prompt has its group under its own uid and every sample has ended and is complete.
@@ -261,6 +265,7 @@ def load_generate(path: str | None) -> Generate:
     if path is None:
         return collect
     function: Any = import_function(path, "rollout.generate", ConfigError, GENERATE)
+    told = not masked
 
     def generate(
         engine: SamplingEngine,
@@ -269,13 +274,29 @@ def load_generate(path: str | None) -> Generate:
         sampling: SamplingParams,
         seed: int,
     ) -> list[SampleGroup]:
+        nonlocal told
         with call_user_code(f"rollout.generate {path}", RolloutError):
             groups = function(engine, prompts, group_size, sampling, seed)
         with call_user_code(f"rollout.generate {path}: checking what it returned", RolloutError):
             _check_groups(path, groups, prompts, group_size)
+        samples = [sample for group in groups for sample in (*group.samples, *group.branches)]
+        if not told and (sampling.top_p < 1 or sampling.top_k) and (bare := _without_masks(samples)):
+            told = True
+            _log.warning(
+                "rollout.generate %s gives %d of %d samples, such as %s, no sampling_masks: they are learnt"
+                " from over the whole vocabulary, and their log-probabilities are over the tokens that a cut"
+                " kept, where these are at most %d; set masks_of (opd.storage.transcript) of their tokens, or"
+                " rollout.replay_masks to false",
+                *(path, len(bare), len(samples), bare[0].uid, MOST_KEPT),
+            )
         return groups
 
     return generate
+
+
+def _without_masks(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples that the student wrote something of, with masks of none of it."""
+    return [one for one in samples if one.sampling_masks is None and one.loss_mask.any()]
 
 
 def _check_groups(path: str, groups: object, prompts: Sequence[EncodedPrompt], group_size: int) -> None:

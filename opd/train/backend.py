@@ -24,7 +24,7 @@ from opd.models.hf_folder import layer_windows
 from opd.models.routing import ExpertRouting, RoutedTokens, Router
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State
-from opd.train.masks import policy_logprobs
+from opd.train.masks import ForeignTokenError, policy_logprobs
 from opd.train.offload import TRIMMED, OffloadBuffer, TrainerMemory
 from opd.train.packing import Shares, of_packed, pack
 from opd.train.plan import PLAIN, CostModel
@@ -468,7 +468,10 @@ class Backend(TrainerMemory):
                 " learning rate or resume from an earlier checkpoint."
             )
 
-        with checks.deferred_checks():
-            loss = self.run(lambda: self._loss_with_routers(micro, sums))
-            checks.require_true(torch.isfinite(loss), fail)
+        try:
+            with checks.deferred_checks():
+                loss = self.run(lambda: self._loss_with_routers(micro, sums))
+                checks.require_true(torch.isfinite(loss), fail)
+        except ForeignTokenError as error:
+            raise error.naming(micro.samples) from None
         return loss

@@ -28,6 +28,26 @@ _FAR = -1e30
 """The log-probability of a filler: `exp` of it is 0, and 0 times it is 0."""
 
 
+class ForeignTokenError(TrainingError):
+    """A sampling mask names a token that the student does not have."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__("a sampling mask names a token that the student does not have.")
+        self._vocabulary = vocabulary
+
+    def naming(self, samples: Sequence[Sample]) -> TrainingError:
+        """Return the error that names the first of `samples` with such a mask."""
+        for sample in samples:
+            ids = () if sample.sampling_masks is None else sample.sampling_masks[len(sample.response_ids) :]
+            if (token := max(ids, default=0)) >= self._vocabulary:
+                return TrainingError(
+                    f"a sampling mask of sample {sample.uid} names token {token}, and the student has"
+                    f" {self._vocabulary}; let the engine write with the model that is trained, or set"
+                    " rollout.replay_masks to false."
+                )
+        return self
+
+
 def pack_masks(samples: Sequence[Sample]) -> Tensor | None:
     """Return the masks [N, K] int64 of the response tokens of `samples`, end to end, as of
     `MicroBatch.masks`, on the CPU. `None` if no token has any. Raises `TrainingError` naming a sample whose
@@ -58,16 +78,13 @@ def policy_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities and the entropies [N] of the policy that drew `targets` [N] from `masks`
     [N, K], both differentiable in `hidden` [N, D] and `head`, and the probability of each mask, 0 without
-    one. Raises `TrainingError` for an id of a mask outside the vocabulary.
+    one. Raises `ForeignTokenError` for an id of a mask outside the vocabulary.
     """
     scale = {"temperature": temperature, "chunk": chunk}
     vocabulary = head.vocabulary
 
     def fail() -> None:
-        raise TrainingError(
-            f"a sampling mask names token {int(masks.max())}, and the student has {vocabulary}; let the"
-            " engine write with the model that is trained, or set rollout.replay_masks to false."
-        )
+        raise ForeignTokenError(vocabulary)
 
     checks.require_true((masks < vocabulary).all(), fail)
     ids = torch.cat([targets[:, None], torch.where(masks < 0, targets[:, None], masks)], 1)

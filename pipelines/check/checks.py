@@ -64,7 +64,7 @@ def run_check(
         understood = from_system(error)
         if understood is None:
             raise
-        return [Finding("error", title, str(understood))]
+        return [Finding("error", title, str(understood).removeprefix(f"{title}: "))]
 
 
 def number_of(count: int, thing: str) -> str:
