@@ -18,7 +18,6 @@ from opd.kernels import checks
 from opd.kernels.ops import linear_logprobs
 from opd.kernels.projection import tokens_per_chunk
 from opd.kernels.vocab_parallel import AnyHead, HeadShard
-from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.routing import ExpertRouting, RoutedTokens, Router
@@ -106,7 +105,7 @@ class Backend(TrainerMemory):
         self._batch = training.batch
         self.quantize: Literal["fp8"] | None = training.quantize
         """The format whose numbers the layers' matrices are."""
-        self._balance_rate, self._is_adapted = training.balance_rate, isinstance(model, AdaptedLM)
+        self._balance_rate = training.balance_rate
         self.routing: ExpertRouting | None = None
         """The routed blocks whose choices are the engine's; see `replay_experts`."""
         self._load: ExpertLoad | None = None
@@ -210,11 +209,6 @@ class Backend(TrainerMemory):
         if fault is not None and asked is True:
             raise TrainingError(
                 f"rollout.replay_experts is true, and the student {fault}; set it to auto or false."
-            )
-        if self._balance_rate and self._is_adapted:
-            raise TrainingError(
-                "train.balance_rate is set, and the student learns adapters, which do not hold what routers"
-                " add to their scores; leave one of the two out."
             )
         if self._balance_rate and not self._has_corrections():
             why = "has no e_score_correction_bias" if fault is None else "learns without replayed choices"

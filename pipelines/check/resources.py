@@ -217,6 +217,9 @@ def check_precision(recipe: Recipe, models: Models) -> list[Finding]:
     dtype, student = model_dtype(recipe), models.student
     if student is None:
         return []
+    if learning_width(recipe) < 4 and average_bytes(recipe, student):
+        detail = f"a moving average of weights that learn in {dtype} would stand still; set it to mixed"
+        return [Finding("error", "train.precision", detail)]
     if dtype == "float32" or has_masters(recipe):
         text = dtype if dtype == "float32" else f"layers in {dtype}, what learns in float32"
         if recipe.model.quantize is not None:
