@@ -102,6 +102,11 @@ class RolloutConfig(WritingConfig):
     """Seconds a reward function may take for one batch."""
 
     @property
+    def most_kept(self) -> int:
+        """Most tokens of a sampling mask, and 0 if responses are not cut."""
+        return min(self.top_k or MOST_KEPT, MOST_KEPT) if self.top_p < 1 or self.top_k else 0
+
+    @property
     def least_age(self) -> int:
         """Versions between the weights that begin a batch and those that learn from it."""
         return 0 if self.schedule == "in_turn" else 1

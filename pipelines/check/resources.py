@@ -383,6 +383,27 @@ def answer_counts(recipe: Recipe, domain: str) -> tuple[str, dict[str, float]]:
     return sentence, numbers
 
 
+def recorded_line(recipe: Recipe, student: ModelShape) -> str:
+    """Return what an engine records beside the tokens of a specialist's step with this recipe's settings, and
+    where, as a sentence; empty if it records nothing. Responses are as long as they may get.
+    """
+    config, rollout = recipe.specialist, recipe.rollout
+    kept = min(rollout.most_kept, student.vocabulary) * recipe.replays_masks
+    choices = rollout.replay_experts is True or (rollout.replay_experts and rollout.engine.type == "torch")
+    parts = [
+        Part("sampling masks", 4 * (kept + 1) * rollout.max_new_tokens if kept else 0),
+        Part("choices of experts", student.choice_bytes * rollout.max_sequence if choices else 0),
+    ]
+    parts = [
+        replace(part, size=part.size * config.most_prompts * config.group_size) for part in parts if part.size
+    ]
+    places = [f"in {recipe.storage.trajectories.replace('disk', 'samples on disk')} for a step"]
+    if rollout.log is not None:
+        steps = min(config.steps, config.checkpoint_every)
+        places.append(f"in the log at most {format_bytes(steps * total_bytes(parts))} between checkpoints")
+    return f"at most {format_sizes(parts)} {', '.join(places)}" if parts else ""
+
+
 def check_answers(recipe: Recipe) -> list[Finding]:
     """Report the answers of specialists that choose their prompts: one finding each."""
     findings = []
