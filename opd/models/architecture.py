@@ -74,9 +74,7 @@ def _find_cause(config: PreTrainedConfig, where: str | Path) -> tuple[str, str |
 
 
 def _refuse_null(config: PreTrainedConfig, where: str | Path, told: str) -> None:
-    """Raise `ModelError` for a setting whose null is why `told` is said: with a value the model can be used
-    or, with the family's own one, at least something else is said.
-    """
+    """Raise `ModelError` for a setting that is null, if with a value there `told` is not said any more."""
     if not any(sign in told for sign in _NULL_SIGNS):
         return
     defaults: dict[str, Any] = {}

@@ -279,24 +279,20 @@ def load_generate(path: str | None, masked: bool = False) -> Generate:
             groups = function(engine, prompts, group_size, sampling, seed)
         with call_user_code(f"rollout.generate {path}: checking what it returned", RolloutError):
             _check_groups(path, groups, prompts, group_size)
-        samples = [sample for group in groups for sample in (*group.samples, *group.branches)]
-        if not told and (sampling.top_p < 1 or sampling.top_k) and (bare := _without_masks(samples)):
+        samples = [one for group in groups for one in (*group.samples, *group.branches)]
+        bare = [one.uid for one in samples if one.sampling_masks is None and one.loss_mask.any()]
+        if not told and bare and (sampling.top_p < 1 or sampling.top_k):
             told = True
             _log.warning(
                 "rollout.generate %s gives %d of %d samples, such as %s, no sampling_masks: they are learnt"
                 " from over the whole vocabulary, and their log-probabilities are over the tokens that a cut"
                 " kept, where these are at most %d; set masks_of (opd.storage.transcript) of their tokens, or"
                 " rollout.replay_masks to false",
-                *(path, len(bare), len(samples), bare[0].uid, MOST_KEPT),
+                *(path, len(bare), len(samples), bare[0], MOST_KEPT),
             )
         return groups
 
     return generate
-
-
-def _without_masks(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples that the student wrote something of, with masks of none of it."""
-    return [one for one in samples if one.sampling_masks is None and one.loss_mask.any()]
 
 
 def _check_groups(path: str, groups: object, prompts: Sequence[EncodedPrompt], group_size: int) -> None:

@@ -28,24 +28,19 @@ _FAR = -1e30
 """The log-probability of a filler: `exp` of it is 0, and 0 times it is 0."""
 
 
-class ForeignTokenError(TrainingError):
-    """A sampling mask names a token that the student does not have."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__("a sampling mask names a token that the student does not have.")
-        self._vocabulary = vocabulary
+class ForeignTokenError(Exception):
+    """A sampling mask names a token beyond the vocabulary, which is the argument."""
 
     def naming(self, samples: Sequence[Sample]) -> TrainingError:
         """Return the error that names the first of `samples` with such a mask."""
-        for sample in samples:
-            ids = () if sample.sampling_masks is None else sample.sampling_masks[len(sample.response_ids) :]
-            if (token := max(ids, default=0)) >= self._vocabulary:
-                return TrainingError(
-                    f"a sampling mask of sample {sample.uid} names token {token}, and the student has"
-                    f" {self._vocabulary}; let the engine write with the model that is trained, or set"
-                    " rollout.replay_masks to false."
-                )
-        return self
+        (vocabulary,) = self.args
+        masks = [(one.uid, len(one.response_ids), one.sampling_masks) for one in samples]
+        tokens = [(uid, ids[count:].max(initial=0)) for uid, count, ids in masks if ids is not None]
+        uid, token = next(pair for pair in tokens if pair[1] >= vocabulary)
+        return TrainingError(
+            f"a sampling mask of sample {uid} names token {token}, and the student has {vocabulary}; let the"
+            " engine write with the model that is trained, or set rollout.replay_masks to false."
+        )
 
 
 def pack_masks(samples: Sequence[Sample]) -> Tensor | None:
