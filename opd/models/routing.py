@@ -400,6 +400,10 @@ def _watch_calls(
     calls.append([*inputs, *options.values()])
 
 
+def _zeros_of(width: int, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden.new_zeros(*hidden.shape[:-1], width)
+
+
 def _calls_fault(calls: list[Any], choices: Tensor, layer: int) -> str | None:
     """Return why the `calls` of a block's experts are not those of `choices` [T, K]."""
     if len(calls) != 1 or len(calls[0]) < 3 or not torch.equal(calls[0][1], choices.long()):
@@ -419,16 +423,17 @@ def empty_routing_fault(module: Any, routing: ExpertRouting) -> str | None:
     for at, (layer, block) in {type(one[1]): (n, one) for n, one in blocks}.values():
         probe, calls = copy.deepcopy(block), []
         (part,) = (one for one, _, size in expert_parts(probe) if size)
-        for name, _ in list(part.named_parameters(recurse=False)):
-            setattr(part, name, None)
         part.register_forward_pre_hook(partial(_watch_calls, calls), with_kwargs=True)
-        part.forward = lambda hidden, *_, **__: torch.zeros_like(hidden)
+        for one in probe.modules():  # shared experts take memory and choose nothing
+            if one is part or (isinstance(one, nn.Linear) and one.weight.numel() >= _LARGE):
+                one.forward = partial(_zeros_of, getattr(one, "out_features", width))
+                for name, _ in list(one.named_parameters(recurse=False)):
+                    setattr(one, name, None)
         probe.float().to_empty(device="cpu")
         for tensor in chain(probe.parameters(), probe.buffers()):
-            # Large ones belong to shared experts, and zeros that nobody writes take no memory.
-            tensor.data = torch.zeros(tensor.shape, dtype=tensor.dtype)
-            if tensor.is_floating_point() and tensor.numel() < _LARGE:
-                tensor.normal_(generator=torch.Generator().manual_seed(0))
+            tensor.zero_()
+            if tensor.is_floating_point():  # scores of about 1, of which no softmax is 0
+                tensor.normal_(std=width**-0.5, generator=torch.Generator().manual_seed(0))
         try:
             with _AnswerTopk(routing.experts, routing.per_token, Replayed(choices[:, at], ChoiceCount())):
                 probe(torch.randn(1, _PROBED, width, generator=torch.Generator().manual_seed(1)))

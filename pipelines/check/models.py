@@ -159,7 +159,8 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         form = MegatronForm.from_config(config)
         form.check_student(train.tensor_parallel, train.pipeline_parallel)
         form.sharing_size(train.expert_parallel, 1)
-        if train.distributed_optimizer and not on_cuda(recipe.model.device):
+        here = recipe.launch.type == "local" and not models.may_lack_weights  # it trains on this machine
+        if train.distributed_optimizer and here and not on_cuda(recipe.model.device):
             raise ModelError(
                 "train.distributed_optimizer needs a GPU; leave it out, or set model.device to cuda."
             )
