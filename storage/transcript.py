@@ -12,7 +12,7 @@ import numpy as np
 
 from opd.errors import RolloutError
 from opd.storage.logged_choices import mask_counts
-from opd.types import Chunk, ExpertSpan, LoggedRequest, RolloutRequest, Sample, join_choices, join_masks
+from opd.types import Chunk, ExpertSpan, LoggedRequest, RolloutRequest, join_choices, join_masks
 
 FOLD_AT = 1 << 16
 """Most tokens that wait to be sorted by request."""
@@ -388,12 +388,31 @@ def masks_of(tokens: Tokens) -> np.ndarray | None:
     return np.concatenate([mask_counts(masks), ids]).astype(np.int32)
 
 
-def split_masks(sample: Sample, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of ids [R] int64 of each of a sample's sampling masks, and the ids [M] int64.
+def check_masks(chunk: Chunk, most: int) -> None:
+    """Raise `RolloutError` for sampling masks of a chunk that are not those of its tokens, or have more than
+    `most`.
+    """
+    rows = chunk.sampling_masks
+    if rows is None:
+        return
+    form = isinstance(rows, np.ndarray) and rows.dtype == object and rows.shape == chunk.token_ids.shape
+    try:
+        if not form or not all(row is None or (type(row) is bytes and len(row) % 4 == 0) for row in rows):
+            raise ValueError("are no whole ids")
+        ids = np.frombuffer(b"".join(row for row in rows if row), "<i4")
+        split_masks(chunk.token_ids, np.concatenate([mask_counts(rows).astype(np.int64), ids]), most)
+    except ValueError as error:
+        raise RolloutError(
+            f"the engine gave tokens whose sampling masks {error}; replace the engine."
+        ) from None
+
+
+def split_masks(response: np.ndarray, masks: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of ids [R] int64 of each of the sampling masks [R + M] of `response` [R], and the ids
+    [M] int64.
 
     Raises `ValueError` with what is wrong with them, such as one of more than `most` tokens.
     """
-    response, masks = np.asarray(sample.response_ids), np.asarray(sample.sampling_masks)
     counts, ids = masks[: len(response)].astype(np.int64), masks[len(response) :].astype(np.int64)
     if len(counts) < len(response) or (counts < 0).any() or counts.sum() != len(ids):
         raise ValueError(f"do not fit its {len(response)} tokens")

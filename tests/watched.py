@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,11 @@ def wait_until(done: Callable[[], object], seconds: float = 120) -> None:
     while not done():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def without_waiting(said: str) -> str:
+    """Return what a command wrote, without the lines by which it says on a busy machine that it goes on."""
+    return re.sub(r"(?m)^opd: .*: \d+ s so far.*\n", "", said)
 
 
 def is_alive(pid: int) -> bool:

@@ -497,8 +497,13 @@ def parts_in_pieces(recipe: Recipe) -> list[str]:
     ]
 
 
-def _pieces_fit_mixtures(recipe: Recipe) -> None:
+def _pieces_fit_trainers(recipe: Recipe) -> None:
     for where in parts_in_pieces(recipe):
+        if recipe.train.backend != "torch":
+            raise ValueError(
+                f"{where}.batch.sequence_chunk has no effect with train.backend {recipe.train.backend};"
+                " remove it, or set train.backend to torch"
+            )
         if recipe.train.expert_parallel not in (1, "auto"):
             raise ValueError(
                 f"with train.expert_parallel {recipe.train.expert_parallel} ranks compute experts equally"
@@ -510,6 +515,14 @@ def _pieces_fit_mixtures(recipe: Recipe) -> None:
                 f"train.{recipe.train.router_losses[0]} is a loss of whole micro-batches, and"
                 f" {where}.batch.sequence_chunk runs layers in pieces; leave one of the two out"
             )
+
+
+def _routers_learn(recipe: Recipe) -> None:
+    if recipe.train.balance_rate and recipe.model.lora is not None:
+        raise ValueError(
+            "train.balance_rate is set, and model.lora trains adapters, which do not hold what routers add to"
+            " their scores; leave one of the two out"
+        )
 
 
 def _teachers_exist(recipe: Recipe) -> None:
@@ -683,7 +696,8 @@ RULES = (
     *ENGINE_RULES,
     _what_critics_need,
     _a_step_is_seen_before_it_is_dealt_out,
-    _pieces_fit_mixtures,
+    _pieces_fit_trainers,
+    _routers_learn,
     _teachers_exist,
     _rounds_train_their_teachers,
     _weights_can_be_merged,

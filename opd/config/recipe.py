@@ -505,8 +505,6 @@ class Recipe(Config):
         opd = self.specialist.opd
         if self.rollout.engine.type != "torch":
             return f"{self.rollout.engine.type}'s streams do not tell them; take rollout.engine torch"
-        if self.launch.type == "ray":
-            return "engines on Ray do not tell them; set launch to local"
         if opd is not None and not isinstance(opd.loss, FullVocabularyKL):
             return (
                 f"specialist.opd.loss {opd.loss.type} compares sampled tokens with a teacher's whole"

@@ -321,7 +321,7 @@ METRICS = (
     *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/ess", "token_share/TEACHER", "grad_share/TEACHER"),
     *("gate/TEACHER", "budget_weight/DOMAIN", "budget_prompts/DOMAIN", "budget_need/DOMAIN"),
     *("routing/apart", "routing/load_max", "routing/load_entropy", "routing/dead"),
-    *("sampling/kept", "sampling/masked"),
+    *("sampling/kept", "sampling/masked", "sampling/mass"),
     *("routing/balance_loss", "routing/z_loss", "warm_up/DOMAIN", "teacher_weight/DOMAIN/TEACHER"),
     *("staleness/mean", "staleness/max", "staleness/dropped", "correction/rejected", "correction/truncated"),
     *("correction/weight_mean", "correction/ess", "time/PHASE", "memory/PHASE/KIND"),

@@ -94,12 +94,17 @@ class RolloutConfig(WritingConfig):
     """Whether a specialist whose responses are drawn with a `top_p` or `top_k` learns over the tokens from
     which each was drawn (keep sampling mask, DeepSeek-V3.2): ratios, the entropy, the reference KL and the
     gradient are then of the policy that wrote. The engine records the tokens, 4 bytes each, of cuts to at
-    most 1024; others count as the whole vocabulary. `auto`: with the embedded engine, unless it is on Ray, a
-    teacher's loss needs log-probabilities of sampled tokens (all but `full`), or a `generate` writes. `true`:
-    so, or the recipe is refused; a `generate` has to set `sampling_masks`. `false`: log-probabilities are of
-    the whole vocabulary. The merge's are always."""
+    most 1024; others count as the whole vocabulary. `auto`: with the embedded engine, unless a teacher's
+    loss needs log-probabilities of sampled tokens (all but `full`), or a `generate` writes. `true`: so, or
+    the recipe is refused; a `generate` has to set `sampling_masks`. `false`: log-probabilities are of the
+    whole vocabulary. The merge's are always."""
     reward_timeout: Annotated[float, Changes("aside")] = Field(default=60.0, gt=0)
     """Seconds a reward function may take for one batch."""
+
+    @property
+    def most_kept(self) -> int:
+        """Most tokens of a sampling mask, and 0 if responses are not cut."""
+        return min(self.top_k or MOST_KEPT, MOST_KEPT) if self.top_p < 1 or self.top_k else 0
 
     @property
     def least_age(self) -> int:

@@ -121,6 +121,15 @@ class MegatronForm:
                     f" parallel size of {fitting}."
                 )
 
+    @property
+    def replay_fault(self) -> str | None:
+        """Why choices of experts cannot be replayed, as the end of a sentence."""
+        if not self.experts:
+            return "has no experts"
+        if FAMILIES[self.family].limited and self.expert_groups > 1:
+            return "gives experts no weight where it would not choose them"
+        return None
+
     def is_mixture(self, layer: int) -> bool:
         """Return whether a layer has experts."""
         return bool(self.moe_layers and self.moe_layers[layer])

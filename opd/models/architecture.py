@@ -8,11 +8,12 @@ found once the weights are loaded.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ _DIVISORS = ("logits_scaling",)  # Granite, MiniCPM 3
 _FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon H1, Muse Spark
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2/3, RecurrentGemma
 _MULTIPLY_BY_LOGITS_SCALING = ("hyperclovax",)
+_NULL_SIGNS = ("NoneType", "empty() takes", "cannot access local variable")
+"""Parts of what code says that computes with a null."""
 _causes: dict[tuple[type, str], tuple[str, str | None]] = {}
 """Configuration -> class and reason of refusal. A run checks the same ones repeatedly."""
 
@@ -54,11 +57,46 @@ def check_architecture(config: PreTrainedConfig, where: str | Path) -> None:
     settings = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
     key = type(config), repr(settings)
     if key not in _causes:
-        module = empty_model(config, where, torch.bfloat16)  # bfloat16 multiplies experts without numbers
-        _causes[key] = type(module).__name__, _refusal_cause(module) or _head_cause(module)
+        try:
+            found = _find_cause(config, where)
+        except ModelError as error:
+            _refuse_null(config, where, str(error))
+            raise
+        _refuse_null(config, where, found[1] or "")
+        _causes[key] = found
     name, cause = _causes[key]
     if cause is not None:
         raise ModelError(f"{where} is of class {name}, which cannot be used here: {cause}.")
+
+
+def _find_cause(config: PreTrainedConfig, where: str | Path) -> tuple[str, str | None]:
+    module = empty_model(config, where, torch.bfloat16)  # bfloat16 multiplies experts without numbers
+    return type(module).__name__, _refusal_cause(module) or _head_cause(module)
+
+
+def _refuse_null(config: PreTrainedConfig, where: str | Path, told: str) -> None:
+    """Raise `ModelError` for a setting that is null, if with a value there `told` is not said any more."""
+    if not any(sign in told for sign in _NULL_SIGNS):
+        return
+    defaults: dict[str, Any] = {}
+    with suppress(Exception):  # a configuration may need arguments
+        defaults = type(config)().to_dict()
+    nulls = [(name, defaults.get(name)) for name, value in config.to_dict().items() if value is None]
+    for name, default, value in ((n, d, v) for n, d in nulls for v in ((1, 8) if d is None else (d,))):
+        changed = copy.deepcopy(config)
+        try:
+            setattr(changed, name, value)
+            now = _find_cause(changed, where)[1] or ""
+        except ModelError as error:
+            now = str(error)
+        except Exception:  # the setting takes no such value
+            continue
+        if not now or (now != told and default is not None):
+            file = Path(where) / "config.json" if Path(where).is_dir() else where
+            raise ModelError(
+                f"{file} has null or nothing as {name}, of which a model of type {config.model_type} needs a"
+                " value; write the one that it was trained with."
+            )
 
 
 def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype | None = None) -> Any:

@@ -355,7 +355,7 @@ class CausalLM:
         self.read_states: list[tuple[int, ...]] | None = None
         """`weight_states` of its folder when it was read, if it is one's."""
         self._vacated: dict[nn.Parameter, torch.Size] = {}
-        found = find_routing(self)
+        found = find_routing(self.module)
         self._routing = found if isinstance(found, ExpertRouting) else None
         self._unroutable = found if isinstance(found, str) else None
         self._routing_tried = False

@@ -14,11 +14,13 @@ Shapes: `T` packed tokens, `L` routed blocks, `E` experts of a block, `K` expert
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from opd.errors import ModelError, reason_of
 from opd.models.architecture import chosen_experts, expert_parts
 from opd.models.attention import PackedAttention
-from opd.models.long_sequence import replace_forward
+from opd.models.long_sequence import layers_of, replace_forward
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
@@ -38,7 +40,7 @@ CHOICES_DTYPE = torch.int16
 ARGUMENT = "expert_choices"
 """A decoder hands this argument, [1, T, L, K], to its layers, as it hands `attend`."""
 _TOPK = (torch.topk, Tensor.topk)
-_PROBED = 8
+_PROBED, _LARGE = 8, 1 << 23
 _BALANCING = "load_balancing_loss_func"
 """Transformers' function, in the module of each family that has the loss."""
 Choose = Callable[[Tensor, Callable[[], Any]], Any]
@@ -285,14 +287,14 @@ def balancing_fault(module: nn.Module) -> str | None:
     return None
 
 
-def find_routers(model: CausalLM, routing: ExpertRouting) -> list[Router] | str:
+def find_routers(module: Any, routing: ExpertRouting) -> list[Router] | str:
     """Return the router of each routed block, or why there is none whose logits a loss can be taken of, as
     the end of a sentence.
     """
-    fault = balancing_fault(model.module)
+    fault = balancing_fault(module)
     if fault is not None:
         return fault
-    named = getattr(type(model.decoder), "_can_record_outputs", None) or {}
+    named = getattr(type(module.get_decoder()), "_can_record_outputs", None) or {}
     recorder: Any = named.get("router_logits")
     kind = getattr(recorder, "target_class", ())
     routers = [[part for part in block.modules() if isinstance(part, kind)] for _, block in routing._blocks]
@@ -336,29 +338,30 @@ class Replayed:
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
-def find_routing(model: CausalLM) -> ExpertRouting | str | None:
-    """Return the routing of `model`, `None` for a model without experts, or the end of a sentence that says
-    why its choices cannot be replayed. Nothing is run.
+def find_routing(module: Any) -> ExpertRouting | str | None:
+    """Return the routing of a model, `None` for one without experts, or the end of a sentence that says why
+    its choices cannot be replayed. Nothing is run.
     """
-    parents = {id(child): part for part in model.module.modules() for child in part.children()}
-    layer_of = {id(part): index for index, layer in enumerate(model.layers) for part in layer.modules()}
+    layers = layers_of(module.get_decoder())
+    parents = {id(child): part for part in module.modules() for child in part.children()}
+    layer_of = {id(part): index for index, layer in enumerate(layers) for part in layer.modules()}
     blocks: list[tuple[int, nn.Module]] = []
     counts: set[int] = set()
-    for part, count, size in expert_parts(model.module):
+    for part, count, size in expert_parts(module):
         if size:
             block = parents[id(part)]
-            if id(block) not in layer_of or any(block is layer for layer in model.layers):
+            if id(block) not in layer_of or any(block is layer for layer in layers):
                 return f"has {type(part).__name__} outside of a block of its layers"
             blocks.append((layer_of[id(block)], block))
             counts.add(count)
-    chosen = chosen_experts(model.config)
+    chosen = chosen_experts(module.config.get_text_config())
     if not blocks:
         return None if not chosen or not chosen[1] else "does not keep its experts as transformers does"
     if chosen is None:
         return "does not say how many experts a token has"
     if len(counts) > 1 or len({layer for layer, _ in blocks}) < len(blocks):
         return "has layers with several routed blocks, or blocks with other counts of experts"
-    return ExpertRouting(model.layers, blocks, counts.pop(), chosen[1])
+    return ExpertRouting(layers, blocks, counts.pop(), chosen[1])
 
 
 @torch.no_grad()
@@ -367,18 +370,12 @@ def routing_fault(model: CausalLM, routing: ExpertRouting) -> str | None:
     `None` if every block's experts got these and no others. All ranks call it together.
     """
     ids = torch.arange(_PROBED, device=model.device) % model.vocab_size
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.rand(_PROBED, routing.layers, routing.experts, generator=generator).argsort(-1)
-    choices = drawn[..., : routing.per_token].to(CHOICES_DTYPE).to(model.device)
+    choices = _draw_choices(routing).to(model.device)
     passed: list[list[Any]] = [[] for _ in range(routing.layers)]
-
-    def watch(calls: list[Any], _part: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        calls.append([*inputs, *options.values()])
-
     with ExitStack() as undo:
         for calls, (_, block) in zip(passed, routing._blocks, strict=True):
             for part in (one for one, _, size in expert_parts(block) if size):
-                hook = part.register_forward_pre_hook(partial(watch, calls), with_kwargs=True)
+                hook = part.register_forward_pre_hook(partial(_watch_calls, calls), with_kwargs=True)
                 undo.callback(hook.remove)
         undo.enter_context(routing.replay(RoutedTokens(choices)))
         try:
@@ -386,9 +383,62 @@ def routing_fault(model: CausalLM, routing: ExpertRouting) -> str | None:
         except (RuntimeError, AttributeError, TypeError, LookupError, ModelError) as error:
             return f"cannot run with choices of experts ({reason_of(error).rstrip('.')})"
     for at, (layer, _) in enumerate(routing._blocks):
-        calls = passed[at]
-        if len(calls) != 1 or len(calls[0]) < 3 or not torch.equal(calls[0][1], choices[:, at].long()):
-            return f"chooses the experts of layer {layer} in another way than by one topk of their scores"
-        if not bool((calls[0][2] != 0).all()):
-            return f"gives experts of layer {layer} no weight where it would not choose them"
+        if (fault := _calls_fault(passed[at], choices[:, at], layer)) is not None:
+            return fault
+    return None
+
+
+def _draw_choices(routing: ExpertRouting) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(_PROBED, routing.layers, routing.experts, generator=generator).argsort(-1)
+    return drawn[..., : routing.per_token].to(CHOICES_DTYPE)
+
+
+def _watch_calls(
+    calls: list[Any], _part: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    calls.append([*inputs, *options.values()])
+
+
+def _zeros_of(width: int, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden.new_zeros(*hidden.shape[:-1], width)
+
+
+def _calls_fault(calls: list[Any], choices: Tensor, layer: int) -> str | None:
+    """Return why the `calls` of a block's experts are not those of `choices` [T, K]."""
+    if len(calls) != 1 or len(calls[0]) < 3 or not torch.equal(calls[0][1], choices.long()):
+        return f"chooses the experts of layer {layer} in another way than by one topk of their scores"
+    if not bool((calls[0][2] != 0).all()):
+        return f"gives experts of layer {layer} no weight where it would not choose them"
+    return None
+
+
+@torch.no_grad()
+def empty_routing_fault(module: Any, routing: ExpertRouting) -> str | None:
+    """Return `routing_fault` of a model on the meta device, as far as it shows without weights: one block of
+    each class gets drawn ones, and its experts do nothing.
+    """
+    choices, width = _draw_choices(routing), module.config.get_text_config().hidden_size
+    blocks = reversed(list(enumerate(routing._blocks)))
+    for at, (layer, block) in {type(one[1]): (n, one) for n, one in blocks}.values():
+        probe, calls = copy.deepcopy(block), []
+        (part,) = (one for one, _, size in expert_parts(probe) if size)
+        part.register_forward_pre_hook(partial(_watch_calls, calls), with_kwargs=True)
+        for one in probe.modules():  # shared experts take memory and choose nothing
+            if one is part or (isinstance(one, nn.Linear) and one.weight.numel() >= _LARGE):
+                one.forward = partial(_zeros_of, getattr(one, "out_features", width))
+                for name, _ in list(one.named_parameters(recurse=False)):
+                    setattr(one, name, None)
+        probe.float().to_empty(device="cpu")
+        for tensor in chain(probe.parameters(), probe.buffers()):
+            tensor.zero_()
+            if tensor.is_floating_point():  # scores of about 1, of which no softmax is 0
+                tensor.normal_(std=width**-0.5, generator=torch.Generator().manual_seed(0))
+        try:
+            with _AnswerTopk(routing.experts, routing.per_token, Replayed(choices[:, at], ChoiceCount())):
+                probe(torch.randn(1, _PROBED, width, generator=torch.Generator().manual_seed(1)))
+        except Exception:  # it is not called with hidden states alone
+            continue
+        if (fault := _calls_fault(calls, choices[:, at], layer)) is not None:
+            return fault
     return None

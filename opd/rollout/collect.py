@@ -8,6 +8,7 @@ has them.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from opd.user_code import call_user_code
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+_log = logging.getLogger(__name__)
 
 
 class SamplingEngine(Protocol):
@@ -255,8 +257,9 @@ _ARRAYS = {
 """Array of a sample -> the NumPy kinds it may have, and their name in errors."""
 
 
-def load_generate(path: str | None) -> Generate:
-    """Return the function at `path`, with its results checked, or `collect` if `path` is None.
+def load_generate(path: str | None, masked: bool = False) -> Generate:
+    """Return the function at `path`, with its results checked, or `collect` if `path` is None. `masked`: the
+    engine gives sampling masks. It is logged once if responses drawn with a cut come without.
 
     Raises `ConfigError` if it cannot be loaded. The returned function raises `RolloutError`, naming the group
     or sample, unless every prompt has its group under its own uid and every sample has ended and is complete.
@@ -264,6 +267,7 @@ def load_generate(path: str | None) -> Generate:
     if path is None:
         return collect
     function: Any = import_function(path, "rollout.generate", ConfigError, GENERATE)
+    told = not masked
 
     def generate(
         engine: SamplingEngine,
@@ -272,10 +276,22 @@ def load_generate(path: str | None) -> Generate:
         sampling: SamplingParams,
         seed: int,
     ) -> list[SampleGroup]:
+        nonlocal told
         with call_user_code(f"rollout.generate {path}", RolloutError):
             groups = function(engine, prompts, group_size, sampling, seed)
         with call_user_code(f"rollout.generate {path}: checking what it returned", RolloutError):
             _check_groups(path, groups, prompts, group_size)
+        samples = [one for group in groups for one in (*group.samples, *group.branches)]
+        bare = [one.uid for one in samples if one.sampling_masks is None and one.loss_mask.any()]
+        if not told and bare and (sampling.top_p < 1 or sampling.top_k):
+            told = True
+            _log.warning(
+                "rollout.generate %s gives %d of %d samples, such as %s, no sampling_masks: they are learnt"
+                " from over the whole vocabulary, and their log-probabilities are over the tokens that a cut"
+                " kept, where these are at most %d; set masks_of (opd.storage.transcript) of their tokens, or"
+                " rollout.replay_masks to false",
+                *(path, len(bare), len(samples), bare[0], MOST_KEPT),
+            )
         return groups
 
     return generate
@@ -355,7 +371,7 @@ def _check_sample(path: str, sample: Sample, group: SampleGroup) -> None:
         try:
             if not isinstance(masks, np.ndarray) or masks.dtype != np.int32 or masks.ndim != 1:
                 raise ValueError("are no int32 array [R + M]")
-            split_masks(sample, MOST_KEPT)
+            split_masks(sample.response_ids, masks, MOST_KEPT)
         except ValueError as error:
             raise RolloutError(
                 f"rollout.generate {path}: sampling_masks of sample {sample.uid} {error}; give those of the"

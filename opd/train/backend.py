@@ -18,13 +18,12 @@ from opd.kernels import checks
 from opd.kernels.ops import linear_logprobs
 from opd.kernels.projection import tokens_per_chunk
 from opd.kernels.vocab_parallel import AnyHead, HeadShard
-from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.routing import ExpertRouting, RoutedTokens, Router
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State
-from opd.train.masks import policy_logprobs
+from opd.train.masks import ForeignTokenError, policy_logprobs
 from opd.train.offload import TRIMMED, OffloadBuffer, TrainerMemory
 from opd.train.packing import Shares, of_packed, pack
 from opd.train.plan import PLAIN, CostModel
@@ -106,7 +105,7 @@ class Backend(TrainerMemory):
         self._batch = training.batch
         self.quantize: Literal["fp8"] | None = training.quantize
         """The format whose numbers the layers' matrices are."""
-        self._balance_rate, self._is_adapted = training.balance_rate, isinstance(model, AdaptedLM)
+        self._balance_rate = training.balance_rate
         self.routing: ExpertRouting | None = None
         """The routed blocks whose choices are the engine's; see `replay_experts`."""
         self._load: ExpertLoad | None = None
@@ -210,11 +209,6 @@ class Backend(TrainerMemory):
         if fault is not None and asked is True:
             raise TrainingError(
                 f"rollout.replay_experts is true, and the student {fault}; set it to auto or false."
-            )
-        if self._balance_rate and self._is_adapted:
-            raise TrainingError(
-                "train.balance_rate is set, and the student learns adapters, which do not hold what routers"
-                " add to their scores; leave one of the two out."
             )
         if self._balance_rate and not self._has_corrections():
             why = "has no e_score_correction_bias" if fault is None else "learns without replayed choices"
@@ -437,7 +431,10 @@ class Backend(TrainerMemory):
         student = StudentRows(hidden, head, micro.targets, *scale, self.sum_shared)
         student.masks = micro.masks
         student.probed = any(isinstance(term, MismatchProbe) and not term.shared for term in self.terms)
-        return torch.stack([term(micro, student, sums) for term in self.terms]).sum()
+        loss = torch.stack([term(micro, student, sums) for term in self.terms]).sum()
+        if student.kept_mass is not None:
+            sums.add("sampling/mass", student.kept_mass.sum(), (student.kept_mass > 0).sum())
+        return loss
 
     def _loss_with_routers(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
         if self._router_losses is None:
@@ -465,7 +462,10 @@ class Backend(TrainerMemory):
                 " learning rate or resume from an earlier checkpoint."
             )
 
-        with checks.deferred_checks():
-            loss = self.run(lambda: self._loss_with_routers(micro, sums))
-            checks.require_true(torch.isfinite(loss), fail)
+        try:
+            with checks.deferred_checks():
+                loss = self.run(lambda: self._loss_with_routers(micro, sums))
+                checks.require_true(torch.isfinite(loss), fail)
+        except ForeignTokenError as error:
+            raise error.naming(micro.samples) from None
         return loss

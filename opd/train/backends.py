@@ -48,11 +48,6 @@ def open_backend(
         mixed = train.precision == "mixed" and torch_dtype(dtype) != torch.float32
         compute = torch_dtype(dtype) if mixed else None  # the layers' dtype beside float32 masters
         if train.backend != "torch" or not ranks.is_alone:
-            if train.backend != "torch" and training.batch.sequence_chunk is not None:
-                raise ConfigError(
-                    f"batch.sequence_chunk has no effect with train.backend {train.backend}; remove it, or"
-                    " set train.backend to torch."
-                )
             stack.enter_context(process_group())
             shared = train.backend != "deepspeed" or train.zero_stage == 3
             model = load("float32" if mixed else None, empty=shared)

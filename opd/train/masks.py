@@ -28,6 +28,21 @@ _FAR = -1e30
 """The log-probability of a filler: `exp` of it is 0, and 0 times it is 0."""
 
 
+class ForeignTokenError(Exception):
+    """A sampling mask names a token beyond the vocabulary, which is the argument."""
+
+    def naming(self, samples: Sequence[Sample]) -> TrainingError:
+        """Return the error that names the first of `samples` with such a mask."""
+        (vocabulary,) = self.args
+        masks = [(one.uid, len(one.response_ids), one.sampling_masks) for one in samples]
+        tokens = [(uid, ids[count:].max(initial=0)) for uid, count, ids in masks if ids is not None]
+        uid, token = next(pair for pair in tokens if pair[1] >= vocabulary)
+        return TrainingError(
+            f"a sampling mask of sample {uid} names token {token}, and the student has {vocabulary}; let the"
+            " engine write with the model that is trained, or set rollout.replay_masks to false."
+        )
+
+
 def pack_masks(samples: Sequence[Sample]) -> Tensor | None:
     """Return the masks [N, K] int64 of the response tokens of `samples`, end to end, as of
     `MicroBatch.masks`, on the CPU. `None` if no token has any. Raises `TrainingError` naming a sample whose
@@ -42,10 +57,10 @@ def pack_masks(samples: Sequence[Sample]) -> Tensor | None:
 
 def _checked_masks(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of mask ids [R] of each token of `sample`, and the ids [M]."""
-    if sample.sampling_masks is None:
+    if (masks := sample.sampling_masks) is None:
         return np.zeros(len(sample.response_ids), np.int64), np.zeros(0, np.int64)
     try:
-        return split_masks(sample, MOST_KEPT)
+        return split_masks(sample.response_ids, np.asarray(masks), MOST_KEPT)
     except ValueError as error:
         raise TrainingError(
             f"sampling_masks of sample {sample.uid} {error}; they are not the engine's, so let it write again"
@@ -55,19 +70,16 @@ def _checked_masks(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
 
 def policy_logprobs(
     hidden: Tensor, head: AnyHead, targets: Tensor, masks: Tensor, temperature: float, chunk: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probabilities and the entropies [N] of the policy that drew `targets` [N] from `masks`
-    [N, K], both differentiable in `hidden` [N, D] and `head`. Raises `TrainingError` for an id of a mask
-    outside the vocabulary.
+    [N, K], both differentiable in `hidden` [N, D] and `head`, and the probability of each mask, 0 without
+    one. Raises `ForeignTokenError` for an id of a mask outside the vocabulary.
     """
     scale = {"temperature": temperature, "chunk": chunk}
     vocabulary = head.vocabulary
 
     def fail() -> None:
-        raise TrainingError(
-            f"a sampling mask names token {int(masks.max())}, and the student has {vocabulary}; let the"
-            " engine write with the model that is trained, or set rollout.replay_masks to false."
-        )
+        raise ForeignTokenError(vocabulary)
 
     checks.require_true((masks < vocabulary).all(), fail)
     ids = torch.cat([targets[:, None], torch.where(masks < 0, targets[:, None], masks)], 1)
@@ -77,4 +89,5 @@ def policy_logprobs(
     inside = kept - log_mass[:, None]
     entropy = -(inside.exp() * inside).sum(1)
     masked = masks[:, 0] >= 0
-    return torch.where(masked, drawn - log_mass, drawn), torch.where(masked, entropy, whole_entropy)
+    mass = log_mass.detach().exp() * masked
+    return torch.where(masked, drawn - log_mass, drawn), torch.where(masked, entropy, whole_entropy), mass

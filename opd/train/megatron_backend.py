@@ -26,7 +26,6 @@ from opd.errors import ConfigError
 from opd.kernels.vocab_parallel import AnyHead
 from opd.megatron.adapters import add_adapters
 from opd.megatron.experts import LOGITS, Mixture
-from opd.megatron.families import FAMILIES
 from opd.megatron.form import CORRECTION, EMBEDDING, HEAD, Elements, MegatronForm, ParameterPart, head_shard
 from opd.megatron.layout import RankLayout
 from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, model_parallel
@@ -265,12 +264,9 @@ class MegatronBackend(Backend):
         return self._module.run(input_ids, position_ids, cu_seqlens, attend, routed=routed)
 
     def _find_routing(self) -> str | None:
-        if not self._form.experts:
-            return "has no experts"
-        if FAMILIES[self._form.family].limited and self._form.expert_groups > 1:
-            return "gives experts no weight where it would not choose them"
-        self.routing = self._routed_blocks()
-        return None
+        if self._form.replay_fault is None:
+            self.routing = self._routed_blocks()
+        return self._form.replay_fault
 
     def _routed_blocks(self) -> ExpertRouting:
         form = self._form

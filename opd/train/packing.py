@@ -17,7 +17,7 @@ from opd.errors import ConfigError, TrainingError
 from opd.imports import import_function
 from opd.models.routing import ExpertRouting
 from opd.ranks import Ranks
-from opd.train.masks import pack_masks
+from opd.train.masks import ForeignTokenError, pack_masks
 from opd.train.plan import CostModel, deal_samples, split_by_tokens
 from opd.train.routers import pack_choices
 from opd.types import MicroBatch, RolloutBatch, Sample, TokenTerms
@@ -63,7 +63,10 @@ def of_packed(
         routed: dict[str, Any] = {} if routing is None else {"routed": pack_choices(part, routing, device)}
         if masked and _has_masks(part) and (masks := pack_masks(part)) is not None:
             routed["masks"] = masks.to(device, non_blocking=True)
-        values = compute(input_ids, position_ids, cu_seqlens, rows, **routed)
+        try:
+            values = compute(input_ids, position_ids, cu_seqlens, rows, **routed)
+        except ForeignTokenError as error:
+            raise error.naming(part) from None
         ends = np.cumsum([len(s.response_ids) for s in part])[:-1]
         results.extend(np.split(values.float().cpu().numpy(), ends))
     for _ in range(missing):

@@ -70,6 +70,8 @@ class StudentRows:
         self.summed = summed
         self.masks: Tensor | None = None
         """[N, K]: the tokens from which each was drawn, see `MicroBatch.masks`."""
+        self.kept_mass: Tensor | None = None
+        """[N]: their probability, 0 for a token without a mask, once `logprobs` were computed."""
         self.probed = False
         """A term compares the log-probabilities without training on them."""
         self.notes: TokenNotes | None = None
@@ -96,7 +98,8 @@ class StudentRows:
     def _logprobs_entropy(self) -> tuple[Tensor, Tensor]:
         tokens, scale = (self.hidden, self.own_head, self.targets), (self.temperature, self.chunk)
         if self.masks is not None:
-            return policy_logprobs(*tokens, self.masks, *scale)
+            *of_policy, self.kept_mass = policy_logprobs(*tokens, self.masks, *scale)
+            return of_policy[0], of_policy[1]
         return linear_logprobs_entropy(*tokens, temperature=self.temperature, chunk=self.chunk)
 
     @property

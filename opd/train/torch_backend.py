@@ -85,7 +85,7 @@ class WholeModelBackend(Backend):
         found = self._try_routing()
         if isinstance(found, str):
             return found
-        routers = find_routers(self.model, found)
+        routers = find_routers(self.model.module, found)
         return routers if isinstance(routers, str) else (found, routers)
 
     def _balance_experts(self, load: ExpertLoad) -> None:

@@ -22,7 +22,6 @@ from rich.text import Text
 from opd.config import Recipe
 from opd.config.base import check_slashes
 from opd.config.teachers import ServerConfig
-from opd.config.writing import MOST_KEPT
 from opd.errors import ConfigError, MissingExtraError, StorageError, from_system
 from opd.imports import import_function, optional_arguments
 from opd.pipelines.commands.exit_status import one_line
@@ -64,7 +63,7 @@ def run_check(
         understood = from_system(error)
         if understood is None:
             raise
-        return [Finding("error", title, str(understood))]
+        return [Finding("error", title, str(understood).removeprefix(f"{title}: "))]
 
 
 def number_of(count: int, thing: str) -> str:
@@ -85,12 +84,12 @@ def check_sampling(recipe: Recipe) -> list[Finding]:
     if cuts:
         detail = " and ".join(cuts)
         learnt = [recipe.for_domain(name) for name in recipe.grpo_domains()]
-        cut = [one for one in learnt if one.rollout.top_p < 1 or one.rollout.top_k]
+        cut = [one for one in learnt if one.rollout.most_kept]
         if single := [name for name in recipe.grpo_domains() if recipe.for_domain(name).rollout.top_k == 1]:
             detail += f": with top_k 1 all answers to a prompt of {single[0]} are the same"
             return [Finding("warning", "sampling", f"{detail}, and GRPO learns from their differences")]
         if cut and all(one.replays_masks for one in cut):
-            most = 4 * max(min(one.rollout.top_k or MOST_KEPT, MOST_KEPT) for one in cut)
+            most = 4 * max(one.rollout.most_kept for one in cut)
             detail += f": specialists learn over what it keeps (at most {most:,} bytes a token of the log)"
             return [Finding("ok", "sampling", f"{detail}, a merge over the whole vocabulary")]
         detail += ": tokens outside the cut are never seen, which biases every estimator"

@@ -16,6 +16,7 @@ from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, ModelError, OpdError
 from opd.models.token_ids import id_count
 from opd.pipelines.check.checks import Finding, given_teachers, number_of, run_check
+from opd.pipelines.check.memory import on_cuda
 from opd.pipelines.check.shapes import (
     ModelShape,
     absent_shape,
@@ -38,6 +39,7 @@ from opd.pipelines.check.tokenizers import (
 from opd.progress import set_activity
 
 if TYPE_CHECKING:
+    from opd.megatron.form import MegatronForm
     from opd.models.token_alignment import TokenTranslator
     from opd.rollout.prompts import Domain
 
@@ -135,7 +137,6 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
     from opd.models.recurrence import mixers_of
-    from opd.models.routing import balancing_fault
     from opd.pipelines.stages.domains import student_tokenizer
     from opd.pipelines.stages.student import student_remarks
 
@@ -155,17 +156,19 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         check_weights(Path(model.path))
         _look_at_values(Path(model.path), models)
     models.config = config
-    if recipe.train.backend == "megatron":
-        train = recipe.train
+    form, train = None, recipe.train
+    if train.backend == "megatron":
         form = MegatronForm.from_config(config)
         form.check_student(train.tensor_parallel, train.pipeline_parallel)
         form.sharing_size(train.expert_parallel, 1)
-    elif recipe.train.expert_parallel != "auto":
-        shares_experts(module, recipe.train.expert_parallel, recipe.train.expert_parallel)
-    if recipe.train.router_losses and (fault := balancing_fault(module)) is not None:
-        raise ModelError(
-            f"train.{recipe.train.router_losses[0]} is set, and the student {fault}; leave it out."
-        )
+        here = recipe.launch.type == "local" and not models.may_lack_weights  # it trains on this machine
+        if train.distributed_optimizer and here and not on_cuda(recipe.model.device):
+            raise ModelError(
+                "train.distributed_optimizer needs a GPU; leave it out, or set model.device to cuda."
+            )
+    elif train.expert_parallel != "auto":
+        shares_experts(module, train.expert_parallel, train.expert_parallel)
+    _check_routing(recipe, module, form)
     if mixers_of(module):
         _check_recurrent(recipe)
     absent = models.lacks_weights(model.path)
@@ -192,6 +195,42 @@ def _check_recurrent(recipe: Recipe) -> None:
     if (pieces := parts_in_pieces(recipe)) or recipe.train.context_parallel != 1:
         where = f"{pieces[0]}.batch.sequence_chunk" if pieces else "train.context_parallel"
         raise ModelError(f"{where} is set, and the student carries states from token to token, {IN_PIECES}.")
+
+
+def _check_routing(recipe: Recipe, module: Any, form: MegatronForm | None) -> None:
+    """Raise `ModelError` for settings of experts that the student's layers do not have, as its trainer will:
+    on Megatron-Core of this `form`.
+    """
+    from opd.models.routing import balancing_fault, empty_routing_fault, find_routers, find_routing
+
+    train, asked = recipe.train, recipe.rollout.replay_experts
+    routing = find_routing(module) or "has no experts"
+    recorded = asked is not False and (asked is True or recipe.rollout.engine.type == "torch")
+    if form is not None:
+        fault = form.replay_fault
+    else:
+        fault = routing if isinstance(routing, str) else empty_routing_fault(module, routing)
+    if asked is True and fault is not None:
+        raise ModelError(f"rollout.replay_experts is true, and the student {fault}; set it to auto or false.")
+    replays = recorded and fault is None
+    if train.balance_rate:
+        corrects = not isinstance(routing, str) and routing.corrections is not None
+        why = "has no e_score_correction_bias" if replays else "learns without replayed choices"
+        if not replays or not (corrects if form is None else form.sigmoid):
+            raise ModelError(f"train.balance_rate is set, and the student {why}; leave it out.")
+    if train.compile is True and replays:
+        raise ModelError(
+            "train.compile is true, and layers with replayed choices of experts are not compiled; set it to"
+            " auto, or rollout.replay_experts to false."
+        )
+    if train.router_losses:
+        if form is not None:
+            routers = balancing_fault(module)
+        else:
+            routers = routing if isinstance(routing, str) else fault or find_routers(module, routing)
+        if isinstance(routers, str):
+            name = train.router_losses[0]
+            raise ModelError(f"train.{name} is set, and the student {routers}; leave it out.")
 
 
 def require_folders(model: ModelConfig) -> None:

@@ -30,7 +30,7 @@ from opd.pipelines.check.memory import (
     total_bytes,
 )
 from opd.pipelines.check.models import Models
-from opd.pipelines.check.resources import answer_counts, disk_parts
+from opd.pipelines.check.resources import answer_counts, disk_parts, recorded_line
 from opd.pipelines.check.shapes import ModelShape, absent_dtype, has_weights
 from opd.pipelines.stages.precision import ABSENT_GPU, WIDTH, model_dtype
 from opd.storage.sample_lot import TOKEN_BYTES
@@ -281,6 +281,8 @@ def _run_lines(recipe: Recipe, shape: ModelShape, models: Models) -> list[str]:
     for name in recipe.grpo_domains():
         each = " in each round" if recipe.rounds > 1 else ""
         lines.append(f"answers   specialist {name}{each}: {answer_counts(recipe, name)[0]}")
+        if recorded := recorded_line(recipe.for_domain(name), shape):
+            lines.append(f"recorded  specialist {name}: {recorded}")
     for name, teacher in models.teachers.items():
         if teacher.form or teacher.absent:
             text = f"{teacher.size_text}, {format_bytes(teacher.stored)}, computed in {model_dtype(recipe)}"

@@ -217,6 +217,9 @@ def check_precision(recipe: Recipe, models: Models) -> list[Finding]:
     dtype, student = model_dtype(recipe), models.student
     if student is None:
         return []
+    if learning_width(recipe) < 4 and average_bytes(recipe, student):
+        detail = f"a moving average of weights that learn in {dtype} would stand still; set it to mixed"
+        return [Finding("error", "train.precision", detail)]
     if dtype == "float32" or has_masters(recipe):
         text = dtype if dtype == "float32" else f"layers in {dtype}, what learns in float32"
         if recipe.model.quantize is not None:
@@ -378,6 +381,27 @@ def answer_counts(recipe: Recipe, domain: str) -> tuple[str, dict[str, float]]:
         sentence += f": {count * longest:,} tokens"
         numbers |= {"answers before": count, "tokens before": count * longest}
     return sentence, numbers
+
+
+def recorded_line(recipe: Recipe, student: ModelShape) -> str:
+    """Return what an engine records beside the tokens of a specialist's step with this recipe's settings, and
+    where, as a sentence; empty if it records nothing. Responses are as long as they may get.
+    """
+    config, rollout = recipe.specialist, recipe.rollout
+    kept = min(rollout.most_kept, student.vocabulary) * recipe.replays_masks
+    choices = rollout.replay_experts is True or (rollout.replay_experts and rollout.engine.type == "torch")
+    parts = [
+        Part("sampling masks", 4 * (kept + 1) * rollout.max_new_tokens if kept else 0),
+        Part("choices of experts", student.choice_bytes * rollout.max_sequence if choices else 0),
+    ]
+    parts = [
+        replace(part, size=part.size * config.most_prompts * config.group_size) for part in parts if part.size
+    ]
+    places = [f"in {recipe.storage.trajectories.replace('disk', 'samples on disk')} for a step"]
+    if rollout.log is not None:
+        steps = min(config.steps, config.checkpoint_every)
+        places.append(f"in the log at most {format_bytes(steps * total_bytes(parts))} between checkpoints")
+    return f"at most {format_sizes(parts)} {', '.join(places)}" if parts else ""
 
 
 def check_answers(recipe: Recipe) -> list[Finding]:

@@ -52,6 +52,8 @@ class ModelShape:
     """Parameters of all experts that ranks can share."""
     experts_per_token: int = 0
     """Experts of a layer that a token is routed to."""
+    choice_bytes: int = 0
+    """Bytes of the choices of experts of a token, as the engine records them."""
     expert_count: int = 0
     """Experts of a layer: a number of ranks that divides it can share those of every layer."""
     digest: str = ""
@@ -179,10 +181,11 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
         for name, part in layer.named_modules()
         if isinstance(part, torch.nn.Linear)
     ]
-    chosen, idle = chosen_experts(text), 0
+    chosen, idle, choice_bytes = chosen_experts(text), 0, 0
     if chosen is not None:  # one tensor has the same weight of all experts
         for _, count, size in expert_parts(module):
             idle += max(0, count - chosen[1]) * (size // max(count, 1))
+            choice_bytes += chosen[1] * (1 if count <= 256 else 2) * (size > 0)
     sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in (module, *layers)]
     form = quantisation_of(config, "config.json")
     shared = expert_modules(module)
@@ -201,6 +204,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
         expert_count=math.gcd(*(part.num_experts for part in shared)),
         hidden_size=text.hidden_size,
         idle=idle,
+        choice_bytes=choice_bytes,
         windows=layer_windows(config),
         vocabulary=text.vocab_size,
         kv_width=heads * (sum(latent) // 2 or width),

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from watched import without_waiting
 
 from opd.config.load import load_recipe
 from opd.errors import ConfigError
@@ -92,8 +93,8 @@ def test_a_users_error_is_one_line_and_status_2(recipe, words, part, capsys):
     assert main([word.format(recipe=recipe) for word in words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("opd: error: ")
-    assert captured.err.count("\n") == 1
+    assert without_waiting(captured.err).startswith("opd: error: ")
+    assert without_waiting(captured.err).count("\n") == 1
     assert part in captured.err
 
 
@@ -194,7 +195,7 @@ def test_ctrl_c_ends_with_130(recipe):
     command = [sys.executable, "-c", code, recipe]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 130
-    assert result.stderr == "opd: interrupted\n"
+    assert without_waiting(result.stderr) == "opd: interrupted\n"
 
 
 def test_overrides_are_told_from_the_commands_own_words():

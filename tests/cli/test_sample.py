@@ -10,6 +10,7 @@ import pytest
 import tiny
 import yaml
 from rich.console import Console
+from watched import without_waiting
 
 from opd.config import Recipe
 from opd.config.load import load_recipe
@@ -191,7 +192,7 @@ def test_the_same_model_twice_answers_the_same(models):
 def test_what_does_not_go_together_is_one_sentence(models, recipe, capsys, words, sentence):
     known = {"{0}": models[0], "{1}": models[1], "{0}/none": f"{models[0]}/none", "{r}": recipe}
     assert main([known.get(word, word) for word in words]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
+    (said,) = without_waiting(capsys.readouterr().err).splitlines()
     assert said.startswith("opd: error: ")
     assert sentence in said
 

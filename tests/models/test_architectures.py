@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_types
 import torch
 from recipes import tiny_recipe
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
@@ -293,3 +294,75 @@ def test_layers_of_any_name_are_computed_again_in_the_backward(tmp_path: Path):
         model.hidden(ids, positions, [0, 9], memory).square().sum().backward()
         gradients.append(model.module.transformer.wte.weight.grad.clone())
     assert torch.equal(*gradients)
+
+
+NULLS = {
+    "dots1": ["n_group", "topk_group", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"],
+    "deepseek_v2": ["topk_method"],
+    "deepseek_v3": ["first_k_dense_replace"],
+}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family in NULLS for name in NULLS[family]])
+def test_a_null_that_a_family_computes_with_is_named(family: str, name: str, tmp_path: Path):
+    tiny_types.tiny_config(family).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    also = {"n_group": None} if name == "topk_group" else {}
+    file.write_text(json.dumps(json.loads(file.read_text()) | also | {name: None}))
+    for named in [*also, name]:  # one after the other
+        with pytest.raises(
+            ModelError, match=f"{file} has null or nothing as {named}, of which a model of type"
+        ):
+            check_architecture(read_config(tmp_path), tmp_path)
+        file.write_text(json.dumps(json.loads(file.read_text()) | {named: 1}))
+
+
+GROUPED = {"topk_method": "group_limited_greedy", "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+DEEP = {"n_routed_experts": 8, "num_experts_per_tok": 2}
+ASKED = {"rollout": {"max_new_tokens": 5, "max_sequence": 16, "replay_experts": True}}
+NEVER = {"rollout": {"max_new_tokens": 5, "max_sequence": 16, "replay_experts": False}}
+MEGATRON = {"backend": "megatron"}
+NO_WEIGHT, NO_EXPERTS = "gives experts .*no weight where it would not choose them", "has no experts"
+REPLAY = "rollout.replay_experts is true, and the student "
+RATE = "train.balance_rate is set, and the student "
+LOSS = "train.balance_loss is set, and the student "
+ROUTING: list[tuple[str, dict, dict, str | None]] = [
+    ("deepseek_v2", GROUPED, ASKED, f"{REPLAY}{NO_WEIGHT}; set it to auto or false"),
+    ("deepseek_v2", GROUPED, {}, None),
+    ("deepseek_v2", {}, ASKED, None),
+    ("deepseek_v2", GROUPED, ASKED | {"train": MEGATRON}, f"{REPLAY}{NO_WEIGHT}"),
+    ("deepseek_v2", {}, ASKED | {"train": MEGATRON}, None),
+    ("phimoe", {}, ASKED, f"{REPLAY}chooses the experts of layer 0 in another way than by one topk"),
+    ("llama", {}, ASKED, f"{REPLAY}{NO_EXPERTS}"),
+    ("deepseek_v3", DEEP, {"train": {"balance_rate": 0.001}}, None),
+    ("deepseek_v3", DEEP, NEVER | {"train": {"balance_rate": 0.001}}, f"{RATE}learns without replayed"),
+    ("qwen3_moe", {}, {"train": {"balance_rate": 0.001}}, f"{RATE}has no e_score_correction_bias"),
+    (
+        "qwen3_moe",
+        {},
+        {"train": {"compile": True}},
+        "layers with replayed choices of experts are not compiled",
+    ),
+    ("qwen3_moe", {}, NEVER | {"train": {"compile": True}}, None),
+    ("llama", {}, {"train": {"compile": True}}, None),
+    ("qwen3_moe", {}, {"train": {"balance_loss": 0.01}}, None),
+    ("deepseek_v2", GROUPED, {"train": {"balance_loss": 0.01}}, f"{LOSS}{NO_WEIGHT}"),
+    (
+        "deepseek_v3",
+        DEEP,
+        {"train": {"balance_loss": 0.01}},
+        f"{LOSS}is of a family without a balancing loss",
+    ),
+    ("llama", {}, {"train": MEGATRON | {"distributed_optimizer": True}}, "needs a GPU; leave it out"),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "changes", "words"), ROUTING)
+def test_what_a_start_refuses_of_experts_the_doctor_refuses(
+    family: str, sizes: dict, changes: dict, words: str | None, tmp_path: Path
+):
+    """Without weights: a trainer tries the same on all of them."""
+    folder = tiny_types.write_folder(family, tmp_path, **sizes)
+    found = [one.detail for one in doctors_word(folder, **changes) if one.level == "error"]
+    assert len(found) == (words is not None)
+    assert words is None or re.search(words, found[0])

@@ -8,12 +8,15 @@ import pytest
 import tiny_types
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
+from watched import own_bytes
 
 from opd.errors import ModelError
+from opd.models.architecture import empty_model
 from opd.models.attention import ATTENTION_NAME, PackedAttention
 from opd.models.causal_lm import CausalLM
 from opd.models.long_sequence import WHOLE, LayerMemory
-from opd.models.routing import ExpertRouting, RoutedTokens
+from opd.models.routing import ExpertRouting, RoutedTokens, empty_routing_fault, find_routing
 
 DEEP = {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3}
 FAMILIES = {
@@ -215,3 +218,34 @@ def test_choices_of_another_form_are_refused():
         routing.record(routing.new_choices(12)),
     ):
         pass
+
+
+PUBLISHED: list[tuple[str, dict, str | None]] = [
+    ("deepseek_v3", {"num_hidden_layers": 4}, None),
+    ("qwen2_moe", {"hidden_size": 3584, "shared_expert_intermediate_size": 20480}, None),
+    ("qwen3_moe", {"hidden_size": 4096}, None),
+    ("deepseek_v2", {"n_routed_experts": 160, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}, "no"),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "words"), PUBLISHED)
+def test_what_cannot_be_replayed_shows_without_weights(family, sizes, words):
+    """At published widths, where shared experts would take gigabytes and large scores make weights of 0."""
+    groups = {"topk_method": "group_limited_greedy"} if words else {}
+    config = CONFIG_MAPPING[family](**{"num_hidden_layers": 2, **sizes, **groups})
+    module = empty_model(config, family)
+    routing = find_routing(module)
+    assert isinstance(routing, ExpertRouting)
+    before = own_bytes()
+    fault = empty_routing_fault(module, routing)
+    assert (fault is None) == (words is None)
+    assert fault is None or fault.endswith("no weight where it would not choose them")
+    assert own_bytes() - before < 200 << 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_that_replays_is_found_without_weights(family):
+    module = empty_model(tiny_types.tiny_config(family, **FAMILIES[family]), family)
+    routing = find_routing(module)
+    assert isinstance(routing, ExpertRouting)
+    assert empty_routing_fault(module, routing) is None

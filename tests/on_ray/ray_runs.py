@@ -78,11 +78,11 @@ def write_recipe(folder: Path, **changes: object) -> Path:
     return path
 
 
-def undisturbed(recipe: Path) -> Path:
-    """The run folder of the same merge in this process, without Ray."""
+def undisturbed(recipe: Path, stage: str = "merge") -> Path:
+    """The run folder of the same stage in this process, without Ray."""
     loaded, out = load_recipe([recipe]), recipe.parent / "undisturbed"
     with RunFolder.create(out, loaded) as run:
-        run_stage(loaded, run, "merge")
+        run_stage(loaded, run, stage)
     return out
 
 
@@ -139,14 +139,14 @@ class Run:
         """Every process of every actor."""
         return [pid for log in (self.out / "logs").glob("*.log") for pid in self.pids(log.stem)]
 
-    def kill_in_step(self, actor: str, step: int, held: str | None = None) -> None:
+    def kill_in_step(self, actor: str, step: int, held: str | None = None, stage: str = "merge") -> None:
         """SIGKILL `actor` while a step after `step` is under way: an actor that is stopped first leaves it
         unfinished until it is killed. `held` is stopped until `actor` has a new process, where the run could
         end without that.
         """
-        self.until(lambda: len(rows(self.out)) >= step)
-        written = wal_bytes(self.out)
-        self.until(lambda: wal_bytes(self.out) > written)  # the student is writing
+        self.until(lambda: len(rows(self.out, stage)) >= step)
+        written = wal_bytes(self.out, stage)
+        self.until(lambda: wal_bytes(self.out, stage) > written)  # the student is writing
         had = self.pids(actor)
         os.kill(had[-1], signal.SIGSTOP)
         time.sleep(0.3)
@@ -167,17 +167,17 @@ class Run:
                 os.kill(pid, signal.SIGCONT)
 
 
-def rows(out: Path) -> list[dict]:
-    """The lines of the merge's metrics that are whole."""
-    path = out / "stages" / "merge" / "metrics.jsonl"
+def rows(out: Path, stage: str = "merge") -> list[dict]:
+    """The lines of a stage's metrics that are whole."""
+    path = out / "stages" / stage / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def wal_bytes(out: Path) -> int:
-    """Bytes in the log of the merge's rollouts that were written."""
+def wal_bytes(out: Path, stage: str = "merge") -> int:
+    """Bytes in the log of a stage's rollouts that were written."""
     total = 0
-    for path in (out / "stages" / "merge" / "wal").glob("*"):
+    for path in (out / "stages" / stage / "wal").glob("*"):
         try:
             total += path.stat().st_blocks
         except FileNotFoundError:

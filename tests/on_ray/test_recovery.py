@@ -34,6 +34,29 @@ def test_engine_teacher_and_trainer_killed_in_one_run(tmp_path, cluster):
 
 
 @pytest.mark.slow
+def test_a_specialist_learns_over_the_same_masks_with_engines_on_ray(tmp_path, cluster):
+    """Of a recipe with a cut, `replay_masks: auto`. An engine is killed while it writes."""
+    given, stage = settings(tmp_path), "specialist-sort"
+    domains = {name: one | {"reward": "recipes:varied"} for name, one in given["domains"].items()}
+    specialist = {"steps": 5, "prompts_per_step": 8, "group_size": 4, "optim": {"lr": 0.001}}
+    rollout = given["rollout"] | {"temperature": 0.3, "top_p": 0.8}
+    recipe = write_recipe(tmp_path, domains=domains, rollout=rollout, specialist=specialist, teachers={})
+    expected = rows(undisturbed(recipe, stage), stage)
+    options = ray(cluster, "--launch.engines", "2", "--launch.teachers", "0")
+    with Run(recipe, tmp_path / "run", "--domain", "sort", *options, verb="specialist") as run:
+        run.kill_in_step("engine-0", 1, "engine-1", stage)
+        status, said = run.finish()
+        assert status == 0, said
+    assert "engine-0 failed and is brought back" in said
+    found = rows(run.out, stage)
+    names = ("sampling/kept", "entropy", "grad_norm", "reward/mean")
+    for row, due in zip(found, expected, strict=True):
+        assert {name: row[name] for name in names} == {name: due[name] for name in names}
+        assert row["mismatch/mean_abs"] < 2e-6
+    assert {row["sampling/masked"] for row in found} == {1.0}
+
+
+@pytest.mark.slow
 @pytest.mark.long
 def test_adapters_alone_travel_and_an_engine_that_was_killed_merges_them_again(tmp_path, cluster):
     pytest.importorskip("peft")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 from recipes import write_recipe
+from watched import without_waiting
 
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
@@ -31,7 +32,7 @@ def answer(*words: str) -> tuple[int, list[str]]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(list(words))
-    return status, err.getvalue().splitlines()
+    return status, without_waiting(err.getvalue()).splitlines()
 
 
 def refused(*words: str, named: str = "") -> str:

@@ -133,6 +133,20 @@ def test_the_doctor_says_what_weights_without_masters_cost(dtype, train, level, 
     assert words in finding.detail
 
 
+def test_the_doctor_refuses_an_average_of_weights_that_are_rounded():
+    average = {"a": {"type": "student", "moving_average": 0.9}}
+    of_domain = {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 50, "teacher": "a"}
+    for train, words in (({"precision": "pure"}, "would stand still; set it to mixed"), ({}, "float32")):
+        recipe = tiny_recipe(
+            train=train, teachers=average, domains={"sort": of_domain}, baselines={"methods": []}
+        )
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
+        shape = ModelShape(parameters=10**6, hidden_size=64, windows=(None,) * 4, vocabulary=99, kv_width=64)
+        [finding] = check_precision(recipe, Models(student=shape))
+        assert finding.level == ("error" if train else "ok")
+        assert words in finding.detail
+
+
 def test_the_doctor_says_what_is_rounded_to_fp8():
     config = tiny_types.tiny_config("llama")
     recipe = tiny_recipe(model={"config": tiny_recipe().model.config, "quantize": "fp8"})

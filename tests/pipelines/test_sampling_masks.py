@@ -67,6 +67,7 @@ def test_a_specialist_learns_over_the_kept_tokens(tmp_path, models, cut):
     for row, plain in zip(rows, off, strict=True):
         assert 1 < row["sampling/kept"] <= cut.get("top_k", 12)
         assert row["sampling/masked"] == 1.0
+        assert cut.get("top_p", 0) - 1e-6 < row["sampling/mass"] < 1
         assert row["mismatch/mean_abs"] < 2e-6
         assert row["entropy"] < plain["entropy"]
         assert not any(name.startswith("sampling/") for name in plain)
@@ -94,7 +95,6 @@ SERVED = {"type": "sglang", "urls": ["http://127.0.0.1:1"]}
     [
         (TRUE | {"engine": SERVED}, {}, "sglang's streams do not tell them; take rollout.engine torch"),
         (TRUE | {"engine": SERVED | {"type": "vllm"}}, {}, "vllm's streams do not tell them"),
-        (TRUE, {"launch": {"type": "ray"}}, "engines on Ray do not tell them; set launch to local"),
         (TRUE | {"top_k": 1025}, {}, "top_k is 1025, but masks have at most 1024 tokens; lower it"),
         (
             TRUE,
@@ -127,10 +127,23 @@ def test_the_doctor_says_what_masks_take(models):
         assert words in found.detail
 
 
-def test_a_rollout_of_ones_own_that_drops_masks_learns_over_the_whole_vocabulary(tmp_path, models):
-    """Its log-probabilities are then of the whole vocabulary, too."""
+def test_a_rollout_of_ones_own_that_drops_masks_learns_over_the_whole_vocabulary(tmp_path, models, capsys):
+    """Its log-probabilities are then of the whole vocabulary, too. If it is asked for masks, a line says that
+    it has none, at the first step.
+    """
     own = {"generate": "my_code:two_turns", "top_p": 0.8, "max_sequence": 40}
-    for row in stage_rows(tmp_path, models, "specialist-sort", own):
+    for row in stage_rows(tmp_path / "auto", models, "specialist-sort", own):
         assert row["mismatch/mean_abs"] < 2e-6
     assert not recipe_of(models, "specialist-sort", own).replays_masks
-    assert recipe_of(models, "specialist-sort", own | {"replay_masks": True}).replays_masks
+    asked = own | {"replay_masks": True}
+    assert recipe_of(models, "specialist-sort", asked).replays_masks
+    for path, stage, rollout, count in (
+        ("uncut", "specialist-sort", asked | {"top_p": 1.0}, 0),
+        ("merge", "merge", asked, 0),
+        ("asked", "specialist-sort", asked, 1),
+    ):
+        stage_rows(tmp_path / path, models, stage, rollout)
+        lines = capsys.readouterr().err.splitlines()
+        assert len(said := [line for line in lines if "sampling_masks" in line]) == count
+    assert said[0].startswith("rollout.generate my_code:two_turns gives 32 of 32 samples, such as ")
+    assert said[0].endswith("of their tokens, or rollout.replay_masks to false")

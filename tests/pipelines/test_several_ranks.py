@@ -243,6 +243,12 @@ def test_experts_that_cannot_be_shared_are_refused():
     with pytest.raises(ValueError, match="expert_parallel has no effect with backend deepspeed; set"):
         TrainConfig(backend="deepspeed", expert_parallel=2)
     pieces = {"batch": {"sequence_chunk": 8}}
+    with pytest.raises(
+        ValueError, match=r"distill.batch.sequence_chunk has no effect with train.backend meg"
+    ):
+        tiny_recipe(train={"backend": "megatron"}, distill=pieces)
+    with pytest.raises(ValueError, match=r"model.lora trains adapters, which do not hold what routers add"):
+        tiny_recipe(train={"balance_rate": 0.001}, model=tiny_recipe().model.model_dump() | {"lora": {}})
     for where, parts in {
         "distill": {"distill": pieces},
         "specialist": {"specialist": pieces},

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from watched import without_waiting
 
 from opd.errors import ConfigError, RunFolderError
 from opd.pipelines.cli import main
@@ -117,7 +118,7 @@ def test_arguments_are_checked_before_anything_is_imported(several, words, tmp_p
         check=True,
     )
     assert result.stdout == "2 []\n", result.stderr
-    assert result.stderr.count("\n") == 1
+    assert without_waiting(result.stderr).count("\n") == 1
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tiny
 from rich.console import Console
-from watched import wait_until
+from watched import wait_until, without_waiting
 
 from opd import progress as progress_module
 from opd.models.checkpoint import save_checkpoint
@@ -119,6 +119,7 @@ def test_a_long_check_says_what_it_waits_for() -> None:
     ):
         wait_until(lambda: "\n" in said.getvalue())
     assert re.match(r"opd: checking teacher math: \d+ s so far, the server is away\n", said.getvalue())
+    assert without_waiting(f"a\n{said.getvalue()}b\n") == "a\nb\n"
 
 
 def test_a_terminal_shows_a_bar_per_running_stage_and_a_line_per_finished_one() -> None:

@@ -124,7 +124,7 @@ def test_every_chart_says_in_words_where_it_ends(page: str) -> None:
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("key", ["mismatch/ess", "lr", "token_share/sort"])
+@pytest.mark.parametrize("key", ["mismatch/ess", "sampling/kept", "lr", "token_share/sort"])
 def test_what_never_changes_is_a_line_and_no_chart(make_run: RunMaker, key: str) -> None:
     folder = make_run(results())
     rows = [{"step": i, "tokens/student": i, key: 1.0 + (1e-9 * i)} for i in range(1, 30)]

@@ -17,6 +17,7 @@ import images
 import pytest
 from boxes import gone, running
 from recipes import tiny_recipe
+from watched import without_waiting
 
 from opd.config.environments import EnvironmentConfig, SandboxConfig
 from opd.environments import trajectory
@@ -222,7 +223,7 @@ def test_what_cannot_be_shown_is_said(tmp_path, capsys):
         ["trajectory", "erase", str(tmp_path / "run")],
     ):
         assert main(words) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
+        assert len(without_waiting(capsys.readouterr().err).splitlines()) == 1
     with TrajectoryLog(tmp_path / "run/stages/merge/episodes") as log:
         log.begin_episode("e", {})
     for action in (["show", str(tmp_path / "run"), "--episode", "f"], ["replay", str(tmp_path / "run")]):
@@ -253,7 +254,7 @@ def test_a_replay_lets_commands_read_what_the_user_names_and_not_what_the_log_do
     replay = ["trajectory", "replay", str(tmp_path / "log"), "--episode", "e"]
     for given in ([], ["--reads", "/etc"], ["--reads", str(secret)]):
         assert main([*replay, *given]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = without_waiting(capsys.readouterr().err).splitlines()
         assert f"lets commands read {tmp_path}; if" in line
         assert "give --reads" in line
     assert main([*replay, "--reads", str(tmp_path), "--reads", "/etc"]) == 1
@@ -284,7 +285,7 @@ def test_a_replay_is_not_weaker_apart_than_this_machine_can_because_a_log_says_s
 def test_limits_in_a_log_that_no_recipe_gives_are_refused(tmp_path, capsys, name, value):
     logged(tmp_path / "log", ("true",), **{name: value})
     assert main(["trajectory", "replay", str(tmp_path / "log"), "--episode", "e"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = without_waiting(capsys.readouterr().err).splitlines()
     assert f"make no sense (limits.{name}" in line
 
 
@@ -292,7 +293,7 @@ def test_a_replay_takes_no_more_than_a_recipe_by_default_because_a_log_says_so(t
     logged(tmp_path / "log", ("true",), disk=1 << 40, seconds=3600.0)
     replay = ["trajectory", "replay", str(tmp_path / "log"), "--episode", "e"]
     assert main(replay) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = without_waiting(capsys.readouterr().err).splitlines()
     assert "seconds 3,600.0 and disk 1,099,511,627,776" in line
     assert "give --quotas" in line
     assert main([*replay, "--quotas"]) == 0
@@ -461,7 +462,7 @@ def test_a_replay_that_is_asked_twice_to_stop_ends_its_command_and_says_so(tmp_p
         said = process.communicate(timeout=120)[1]
     finally:
         process.kill()
-    told = [line for line in said.splitlines() if "so far" not in line]
+    told = without_waiting(said).splitlines()
     assert (process.returncode, told) == (143, ["opd: asked to stop, and did"])
     assert gone(mark)
     assert not list(tmp_path.glob("opd-replay-*"))

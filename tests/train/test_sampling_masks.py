@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny
@@ -60,13 +62,20 @@ def test_values_and_gradients_equal_a_masked_softmax(softcap):
     logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / HEAT
     results = []
     for logprobs, entropy in (
-        policy_logprobs(hidden, Head(weight, softcap=softcap), targets, masks, HEAT, 4),
+        policy_logprobs(hidden, Head(weight, softcap=softcap), targets, masks, HEAT, 4)[:2],
         cut_logprobs(logits, targets, masks),
     ):
         gradients = torch.autograd.grad((coefs[0] * logprobs + coefs[1] * entropy).sum(), (hidden, weight))
         results.append((logprobs.detach(), entropy.detach(), *gradients))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def kept_masses(model, sample: Sample) -> np.ndarray:
+    """The probability of each mask of a sample, whose whole log-probabilities are lower by its log."""
+    whole = plain(model, [replace(sample, sampling_masks=None)])[0]
+    masked = sample.sampling_masks[: len(sample.response_ids)] > 0  # pyright: ignore[reportOptionalSubscript]
+    return (whole - plain(model, [sample])[0]).exp().detach().numpy()[masked]
 
 
 def plain(model, samples: list[Sample]) -> list[Tensor]:
@@ -101,6 +110,8 @@ def test_the_step_of_the_cut_policy_is_exact():
     metrics = back.forward_backward(RolloutBatch(samples, made))
     counts = np.concatenate([s.sampling_masks[: len(s.response_ids)] for s in samples[:-1]])  # pyright: ignore[reportOptionalSubscript]
     assert metrics["sampling/kept"] == pytest.approx(counts[counts > 0].mean())
+    masses = np.concatenate([kept_masses(tiny.model(), sample) for sample in samples[:-1]])
+    assert metrics["sampling/mass"] == pytest.approx(masses.mean(), rel=1e-5)
 
     model, loss = tiny.model(), torch.zeros(())
     for logprobs, term in zip(plain(model, samples), made, strict=True):
@@ -140,7 +151,7 @@ def test_samples_without_masks_take_the_way_they_took():
         (lambda flat, ids: [2, 1, ids[0], ids[0], ids[1]], "are not ascending token ids"),
         (lambda flat, ids: [2, 1, -5, ids[0], ids[1]], "are not ascending token ids"),
         (lambda flat, ids: [1, 1, ids[0], (ids[1] + 1) % 9], "leave out its token 1, which was drawn"),
-        (lambda flat, ids: [2, 1, ids[0], 15, ids[1]], "names token 15, and the student has 15"),
+        (lambda flat, ids: [2, 1, ids[0], 15, ids[1]], "of sample .* names token 15, and the student has 15"),
         (lambda flat, ids: [2, 1, ids[0], 2**31 - 1, ids[1]], "names token 2147483647"),
     ],
 )

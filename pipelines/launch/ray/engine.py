@@ -19,6 +19,7 @@ from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, PackedTen
 from opd.pipelines.launch.ray.cluster import MIB, import_ray, one_line
 from opd.rollout.engine_pool import EnginePool, RetryPolicy
 from opd.rollout.weight_sync import bucket_tensors
+from opd.storage.transcript import check_masks
 from opd.types import Chunk, RolloutRequest
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class EngineActor:
         self._recipe = spec.start_process("opd.pipelines.stages.student")
         self._engine: Any = None
         self._loaded_with: EngineModel | None = None
+        self._most_kept = 0
 
     def ping(self) -> int:
         """Return the process id."""
@@ -56,7 +58,14 @@ class EngineActor:
 
         self._engine = self._loaded_with = None
         self._engine = embedded_pool(self._recipe, Path(model.model), model.adapters).engines[0]
+        self.record_masks(self._most_kept)
         self._loaded_with = model
+
+    def record_masks(self, most: int) -> None:
+        """See `TorchEngine.record_masks`. Models that are loaded later do so, too."""
+        self._most_kept = most
+        if self._engine is not None:
+            self._engine.record_masks(most)
 
     def holds(self) -> tuple[EngineModel | None, int]:
         """Return its start model, and the version of its weights, or -1 if it has none or sleeps."""
@@ -130,6 +139,8 @@ class EngineFleet:
         self.version = 0
         self.asleep = False
         """No engine holds weights until the next ones, not even a restarted one."""
+        self.most_kept = 0
+        """Most tokens of a sampling mask, and 0 while nobody asks for masks."""
         self.pieces: list[Any] = []
         self.lock = threading.Lock()
         """Held while version and pieces change."""
@@ -190,6 +201,7 @@ class EngineFleet:
         while True:
             with self.lock:
                 version, pieces, asleep = self.version, self.pieces, self.asleep
+            remote.call("record_masks", self.most_kept)  # another stage may have asked for masks
             loaded, loaded_version = remote.call("holds")
             digest = None
             if not asleep:
@@ -263,6 +275,7 @@ class RayEngine:
         if chunk is None:
             work.open.clear()
             return None
+        check_masks(chunk, self.fleet.most_kept)
         if work.late:
             chunk = chunk.without_requests(work.late)
             work.late.clear()
@@ -278,6 +291,12 @@ class RayEngine:
             work.open -= gone
             work.late |= gone if work.next_chunk is not None else set()
             self.remote.send("abort", list(gone))
+
+    def record_masks(self, most: int) -> None:
+        """See `TorchEngine.record_masks`. All engines of the fleet do so."""
+        self.fleet.most_kept = most  # first, because an engine on its way back reads it
+        if self.lost is None:
+            self.remote.send("record_masks", most)
 
     def pause(self) -> None:
         """Compute only the chunk that was already requested. The next request follows after `resume`."""
