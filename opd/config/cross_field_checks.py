@@ -297,7 +297,6 @@ def _groups_can_go_on(recipe: Recipe) -> None:
         ([f"domains.{name}.environment" for name in agents], "episodes do not go on from their tokens"),
         ([f"rollout.generate (of domain {name})" for name in own], "only single answers go on"),
         (chosen, "the prompts of a step would depend on groups that it does not have"),
-        (["storage.trajectories disk"] * (recipe.storage.trajectories == "disk"), "groups stay in memory"),
     ):
         if others:
             raise ValueError(

@@ -9,8 +9,9 @@ requests are decoded together. So the newest version of a group, and the number 
 say at which decode step it ended. The token log has both. In turn a resumed stage takes the same groups.
 
 If weights change while responses are written (`schedule: async`), it depends on the clock which groups have
-ended. So the token log also has whom each step took, before anyone sees them: a request without tokens that
-names them. A resumed stage takes the same groups in the same steps.
+ended. If samples are on disk, those of a step leave the log. So in both cases the token log also has whom
+each step took, before anyone sees them: a request without tokens that names them. A resumed stage takes the
+same groups in the same steps.
 
 Of several ranks each writes the prompts that it would write without this, and takes as many of them as a step
 asks it for. So no rank waits for another's token.
@@ -95,7 +96,11 @@ class PartialRollouts:
     share: Callable[[list[EncodedPrompt]], list[EncodedPrompt]] = list
     """Returns what this rank writes of a batch."""
     log: TokenLog | None = None
-    """Keeps whom each step took, if weights change while responses are written."""
+    """Keeps whom each step took, if its tokens alone do not say so in a later attempt."""
+    asynchronous: bool = False
+    """Weights change while responses are written."""
+    is_stored: Callable[[SampleGroup, int], bool] = lambda group, step: False
+    """Returns whether an earlier attempt's step has stored a group that it took, which left the log then."""
     carried: dict[int, Carried] = field(init=False, default_factory=dict)
     """By step, what it leaves, until somebody takes it from here."""
     _open: dict[str, _OpenGroup] = field(init=False, default_factory=dict)
@@ -153,7 +158,7 @@ class PartialRollouts:
                 raise StoppedError
             self._next = None
             try:
-                groups = self._write(engine, step, version if self.log is None else step, is_replaying)
+                groups = self._write(engine, step, step if self.asynchronous else version, is_replaying)
                 self._next = step + 1
             finally:
                 self._turn.notify_all()
@@ -167,6 +172,8 @@ class PartialRollouts:
         due = {uid for uid, one in self._open.items() if self._is_due(one, step, version)}
         if taken := self._recorded(step, quota):
             due = taken
+            for uid in taken:
+                self._skip_stored(self._open[uid], step)
         if not self._is_enough(quota, due, min(version, step - 1)):  # by what ended in the steps before
             waiting = {sample.uid: sample for sample in self._samples() if sample.status not in ENDS}
             stream = cast("Stream", engine.generate([self._request(sample) for sample in waiting.values()]))
@@ -185,6 +192,14 @@ class PartialRollouts:
         uids = set(self._taken.get(step, ()))
         fits = uids <= self._open.keys() and Counter(self._open[uid].group.domain for uid in uids) == quota
         return uids if fits else set()
+
+    def _skip_stored(self, one: _OpenGroup, step: int) -> None:
+        """End a group whose answers are stored. They have no tokens here."""
+        if self.is_stored(one.group, step):
+            one.ended = (-1, 0)
+            for sample in one.group.samples:
+                sample.status = Status.COMPLETED
+            self._transcript.drop_requests(sample.uid for sample in one.group.samples)
 
     def _batch(self, index: int) -> list[EncodedPrompt]:
         if index not in self._batches:
@@ -252,7 +267,7 @@ class PartialRollouts:
             if all(sample.status in ENDS for sample in samples):
                 newest = max(int(sample.policy_versions.max(initial=-1)) for sample in samples)
                 in_turn = max(map(_end_of, samples))
-                self._open[uid].ended = in_turn if self.log is None else (newest, next(self._ends))
+                self._open[uid].ended = (newest, next(self._ends)) if self.asynchronous else in_turn
 
     def _is_enough(self, quota: Counter[str], due: Set[str], version: int) -> bool:
         """Return whether a step that takes `quota` groups of each domain has them under weights of `version`

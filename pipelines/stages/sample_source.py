@@ -127,16 +127,23 @@ class Rollouts:
         request, partial, logged = self._request, self._partial, self._rollouts.engine
         if partial is not None:
             student, version = self._student, logged.policy_version
+            own: list[SampleGroup] = []
+
+            def write_own() -> list[SampleGroup]:
+                taken = partial.write(engine, index, version, lambda: logged.is_replaying)
+                own.extend(self.buffer.store(taken, index))
+                return own
+
             groups, notes = share_groups(
                 student.barrier.ranks,
-                lambda: partial.write(engine, index, version, lambda: logged.is_replaying),
+                write_own,
                 barrier=student.barrier,
                 engine=student.rollout_engine,
                 batch=index,
                 note=lambda: partial.carried[index].note(),
             )
             partial.carried[index] = partial.carried[index].merge_ranks(notes)
-            return groups
+            return self.buffer.after_sharing(own, groups, index)
         prompts = request.prompts(index) if prompts is None else prompts
         if not prompts:
             return []
@@ -329,7 +336,8 @@ def open_source(context: StageContext, student: Student, request: StageRequest, 
     partial = None
     if config.over_sample > 1:
         partial = open_partial(context.recipe, student, request)
-        if config.schedule == "async" and logged.logs is not None:
+        partial.asynchronous, partial.is_stored = config.schedule == "async", buffer.is_stored
+        if logged.logs is not None and (partial.asynchronous or type(buffer) is not SampleBuffer):
             partial.log = logged.logs.tokens
     if config.schedule == "in_turn":
         return Rollouts(student, logged, buffer, request, partial)

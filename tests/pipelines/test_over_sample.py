@@ -101,6 +101,19 @@ def test_killed_at_a_token_a_stage_ends_with_the_same_weights(models, tmp_path, 
         ).read_bytes()
 
 
+@pytest.mark.parametrize("stage", [SPECIALIST, pytest.param(MERGE, marks=pytest.mark.slow)])
+def test_with_samples_on_disk_it_takes_the_same_groups(models, tmp_path, stage):
+    """As in memory, and killed at a token."""
+    own = settings(models, max_staleness=2)
+    expected, rows = weights(tmp_path / "memory", tiny_recipe(**own), stage)
+    on_disk = tiny_recipe(**own, storage={"trajectories": "disk"})
+    for name, dies_at in (("whole", -1), ("early", 20), ("late", int(rows[-1]["step"]) * 9 - 20)):
+        digest, found = weights(tmp_path / name, on_disk, stage, dies_at)
+        assert [[row[n] for n in NUMBERS] for row in found] == [[row[n] for n in NUMBERS] for row in rows]
+        assert digest == expected
+        assert not (tmp_path / name / "stages" / stage / "trajectories").exists()
+
+
 def test_it_goes_with_batches_written_ahead(models, tmp_path, monkeypatch):
     plain, lost = AsyncRollouts.on_checkpoint, []
 
@@ -142,12 +155,21 @@ def check_order(rows: list[dict], most: int) -> None:
     assert 0 < max(row.get("staleness/max", 0.0) for row in rows) <= most
 
 
-@pytest.mark.parametrize("stage", [SPECIALIST, pytest.param(MERGE, marks=pytest.mark.slow)])
-def test_asynchronous_steps_are_repeated_as_they_were(models, tmp_path, stage):
+@pytest.mark.parametrize(
+    ("stage", "storage"),
+    [
+        (SPECIALIST, "memory"),
+        pytest.param(MERGE, "memory", marks=pytest.mark.slow),
+        pytest.param(SPECIALIST, "disk", marks=pytest.mark.slow),
+        (MERGE, "disk"),
+    ],
+)
+def test_asynchronous_steps_are_repeated_as_they_were(models, tmp_path, stage, storage):
     """From the beginning, because there is no checkpoint: each step that was taken before the kill."""
     never = {"checkpoint_every": 100}
     own = settings(models, "async", max_ahead=3)
-    own = own | {name: own[name] | never for name in ("specialist", "distill")}
+    own |= {name: own[name] | never for name in ("specialist", "distill")}
+    own["storage"] = {"trajectories": storage}
     recipe = tiny_recipe(**own)
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         if stage == MERGE:
@@ -162,9 +184,10 @@ def test_asynchronous_steps_are_repeated_as_they_were(models, tmp_path, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_by_the_system_an_asynchronous_run_repeats_its_steps(models, tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "storage"), [(1, "memory"), (2, "memory"), (1, "disk"), (2, "disk")])
+def test_killed_by_the_system_an_asynchronous_run_repeats_its_steps(models, tmp_path, ranks, storage):
     own = settings(models, "async", max_ahead=3)
+    own["storage"] = {"trajectories": storage}
     own |= {name: own[name] | {"checkpoint_every": 3} for name in ("specialist", "distill")}
     recipe, out = write_recipe(tmp_path / "recipe.yaml", **own, train={"ranks": ranks}), tmp_path / "run"
     command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(recipe), "--out", str(out)]
@@ -214,7 +237,6 @@ DIGITS = {"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompt
             {"domains": {"sort": DIGITS["sort"] | {"environment": {"type": "tools"}}}},
             "does not go with domains.sort.environment",
         ),
-        ({"storage": {"trajectories": "disk"}}, "does not go with storage.trajectories disk"),
         ({"specialist": {"replay": {}}}, r"does not go with specialist.replay \(of domain sort\)"),
         ({"specialist": {"difficulty": {}}}, r"does not go with specialist.difficulty \(of domain sort\)"),
         ({"rollout": {"max_running": 40}}, "set max_running to 48 or more"),
@@ -244,9 +266,10 @@ def test_the_doctor_says_that_it_needs_a_correction(models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_by_the_system_a_run_ends_with_the_same_weights(models, tmp_path, ranks):
-    recipe = write_recipe(tmp_path / "recipe.yaml", **settings(models), train={"ranks": ranks})
+@pytest.mark.parametrize(("ranks", "storage"), [(1, "memory"), (2, "memory"), (1, "disk"), (2, "disk")])
+def test_killed_by_the_system_a_run_ends_with_the_same_weights(models, tmp_path, ranks, storage):
+    own = settings(models) | {"storage": {"trajectories": storage}}
+    recipe = write_recipe(tmp_path / "recipe.yaml", **own, train={"ranks": ranks})
     killed_run(recipe, tmp_path / "undisturbed")
     killed_run(recipe, tmp_path / "killed", 6_000, 15_000)
     assert digests(tmp_path / "killed") == digests(tmp_path / "undisturbed")

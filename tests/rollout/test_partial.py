@@ -143,7 +143,7 @@ class AsyncStage(Stage):
     """
 
     def run(self, dies_at: int = -1, most: int = STEPS, pace: tuple[int, ...] = (9,)) -> DyingEngine:
-        rollout, engine, partial, push, first = self.start(dies_at, log=self.log)
+        rollout, engine, partial, push, first = self.start(dies_at, log=self.log, asynchronous=True)
         for step in range(first, most):
             left = iter(range(pace[step % len(pace)]))
 
@@ -323,7 +323,7 @@ def test_threads_take_turns_in_the_order_of_steps(dies_at):
     engine.dies_at = dies_at
     log = MemoryLog()
     rollout = FaultTolerantRollout([engine], log)
-    partial, found = partial_rollouts(log=log), {}
+    partial, found = partial_rollouts(log=log, asynchronous=True), {}
 
     def write(step: int) -> None:
         try:
