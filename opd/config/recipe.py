@@ -61,9 +61,10 @@ class StorageConfig(Config):
     after two steps, it takes half of the memory that their largest moment has left free, if that is more."""
     trajectories: Literal["memory", "disk"] = "memory"
     """Place of the samples of the merge and of GRPO between rollout and update. `disk`: in files, to which
-    each response goes when it ends. The step is planned from lengths alone. A micro-batch's tokens and hidden
-    states are read at their turn and let go after it, to the same weights. Use it for long responses. Several
-    ranks need a run folder that all of them see. A stage with `to_batch` keeps its samples in memory."""
+    each response goes when it ends, with `rollout.over_sample` when a step takes its group. The step is
+    planned from lengths alone. A micro-batch's tokens and hidden states are read at their turn and let go
+    after it, to the same weights. Use it for long responses. Several ranks need a run folder that all of them
+    see. A stage with `to_batch` keeps its samples in memory."""
     trajectory_mb: int = Field(default=1024, gt=0)
     """Memory for the heavy data of a micro-batch and of the next, with `trajectories: disk` (MiB):
     micro-batches are made smaller where theirs would take more."""

@@ -73,7 +73,8 @@ class RolloutConfig(WritingConfig):
     consider a correction (`specialist.policy_loss`, `distill.policy_loss`)."""
     max_ahead: Annotated[int, Changes()] = Field(default=1, gt=0, le=1000)
     """Batches that may be begun before their turn with `schedule: async`; no token is older than that many
-    versions when it is learnt from."""
+    versions when it is learnt from. With `over_sample` this is the bound on age alone: one batch is begun
+    before its turn, and the groups over it."""
     max_staleness: Annotated[int | None, Changes()] = Field(default=None, ge=0)
     """Tokens older than this many versions leave the loss. They occur beyond `max_ahead` only where a resumed
     stage finishes responses of an earlier attempt. With `over_sample` a step waits for a group that would be
@@ -111,6 +112,13 @@ class RolloutConfig(WritingConfig):
         """Versions between the weights that begin a batch and those that learn from it."""
         return 0 if self.schedule == "in_turn" else 1
 
+    @property
+    def most_carried(self) -> int | None:
+        """Steps for which a group may go on. `None`: any number."""
+        bounds = [self.max_staleness, self.max_ahead if self.schedule == "async" else None]
+        given = [bound for bound in bounds if bound is not None]
+        return min(given) - self.least_age if given else None
+
     def early_prompts(self, count: int) -> int:
         """Return how many of a step's next `count` prompts begin in it, by `over_sample`."""
         return math.ceil(round((self.over_sample - 1) * count, 6))
@@ -121,12 +129,16 @@ class RolloutConfig(WritingConfig):
             return self
         least = self.least_age + 1
         for needs, met, why in (
-            ("schedule in_turn or ahead", self.schedule != "async", "async weights change at any token"),
             ("a log", self.log is not None, "a resumed stage would write its unfinished responses again"),
             (
                 f"max_staleness {least} or more",
                 self.max_staleness is None or self.max_staleness >= least,
                 "a group that goes on is older in the next step",
+            ),
+            (
+                "max_ahead 2 or more with schedule async",
+                self.schedule != "async" or self.max_ahead > 1,
+                "it bounds their age",
             ),
             ("no generate", self.generate is None, "only single answers go on from their tokens"),
         ):

@@ -565,7 +565,12 @@ def encode_groups(
     """
     samples = [sample for group in groups for sample in (*group.samples, *group.branches)]
     header = [
-        [g.uid, g.domain, [_sample_fields(s, prompts.get(g.uid)) for s in (*g.samples, *g.branches)]]
+        [
+            g.uid,
+            g.domain,
+            [_sample_fields(s, prompts.get(g.uid)) for s in (*g.samples, *g.branches)],
+            None if g.uid in prompts or (ids := g.samples[0].teacher_prompt_ids) is None else ids.tolist(),
+        ]
         for g in groups
     ]
     try:
@@ -590,8 +595,10 @@ def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> tuple[li
     at = _HEADER + int.from_bytes(data[:_HEADER], "little")
     header, note = json.loads(data[_HEADER:at])
     groups = []
-    for uid, domain, fields in header:
+    for uid, domain, fields, taught in header:
         samples = [_read_sample(sample, uid, prompts.get(uid)) for sample in fields]
+        for sample, _ in samples if taught is not None else ():
+            sample.teacher_prompt_ids = None if sample.branch_of else np.array(taught, np.int32)
         groups.append((SampleGroup.from_samples(uid, domain, [sample for sample, _ in samples]), samples))
     pairs = [pair for _, samples in groups for pair in samples]
     for name, dtype in _SHARED_ARRAYS.items():

@@ -8,23 +8,31 @@ Which groups ended first is a function of the tokens alone. Each token has the v
 requests are decoded together. So the newest version of a group, and the number of its tokens of that version,
 say at which decode step it ended. The token log has both. In turn a resumed stage takes the same groups.
 
+If weights change while responses are written (`schedule: async`), it depends on the clock which groups have
+ended. If samples are on disk, those of a step leave the log. So in both cases the token log also has whom
+each step took, before anyone sees them: a request without tokens that names them. A resumed stage takes the
+same groups in the same steps.
+
 Of several ranks each writes the prompts that it would write without this, and takes as many of them as a step
 asks it for. So no rank waits for another's token.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, cast
 
 from opd.errors import CheckpointError
+from opd.protocols import TokenLog
 from opd.rollout.collect import EncodedPrompt, SamplingEngine, check_end, set_response
 from opd.rollout.request_state import ENDS
-from opd.rollout.streams import Stream
+from opd.rollout.streams import StoppedError, Stream
 from opd.storage.transcript import Tokens, Transcript
-from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams
+from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status, no_ids
 from opd.untrusted import safe_excerpt
 
 
@@ -38,7 +46,8 @@ class _OpenGroup:
     begun: int
     """Step whose rollout it began in."""
     ended: tuple[int, int] | None = None
-    """Once it has ended: the version of its last token, and the decode steps of that version until then."""
+    """Once it has ended: the version of its last token, and the decode steps of that version until then, or
+    with asynchronous weights the number of groups that ended before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +95,23 @@ class PartialRollouts:
     """Steps for which a group may be carried. It is waited for in the last of them."""
     share: Callable[[list[EncodedPrompt]], list[EncodedPrompt]] = list
     """Returns what this rank writes of a batch."""
+    log: TokenLog | None = None
+    """Keeps whom each step took, if its tokens alone do not say so in a later attempt."""
+    asynchronous: bool = False
+    """Weights change while responses are written."""
+    is_stored: Callable[[SampleGroup, int], bool] = lambda group, step: False
+    """Returns whether an earlier attempt's step has stored a group that it took, which left the log then."""
     carried: dict[int, Carried] = field(init=False, default_factory=dict)
     """By step, what it leaves, until somebody takes it from here."""
     _open: dict[str, _OpenGroup] = field(init=False, default_factory=dict)
     _transcript: Transcript = field(init=False, default_factory=Transcript)
     _batches: dict[int, list[EncodedPrompt]] = field(init=False, default_factory=dict)
+    _taken: dict[int, list[str]] = field(init=False, default_factory=dict)
+    """By step that the learner does not have yet: the groups that it took, from the log too."""
+    _ends: Iterator[int] = field(init=False, default_factory=count)
+    _turn: threading.Condition = field(init=False, default_factory=threading.Condition)
+    _next: int | None = field(init=False, default=0)
+    """Step that takes its groups next, or `None` after a failure."""
 
     def restore(self, step: int, entries: object) -> None:
         """Open the groups that a checkpoint before `step` left. Raises `CheckpointError` if it names others
@@ -106,17 +127,53 @@ class PartialRollouts:
                 f"the checkpoint of step {step} names the unfinished group {safe_excerpt(entry)}, which is"
                 " not of this run; restore the data the run was started with."
             )
+        self._next = step
+        while self.log is not None and (found := self.log.find(_record_uid(step))) is not None:
+            uids = found.metadata.get("taken")
+            self._taken[step] = list(map(str, uids)) if isinstance(uids, list) else []
+            step += 1
+
+    def pop_carried(self, step: int) -> Carried:
+        """Return what `step` left, for the learner, which has its groups now."""
+        self._taken.pop(step, None)
+        return self.carried.pop(step)
+
+    def record_uids(self) -> set[str]:
+        """Return the uids in the log under which it has whom steps took, of those that the learner does not
+        have yet.
+        """
+        return set(map(_record_uid, list(self._taken)))
 
     def write(
         self, engine: SamplingEngine, step: int, version: int, is_replaying: Callable[[], bool]
     ) -> list[SampleGroup]:
         """Write with weights of `version` until `step` has its groups, and return them, the oldest first. It
         has as many of each domain as it has prompts. `is_replaying` says that the next chunk comes from the
-        log. Raises `RolloutError` as `collect`.
+        log. Raises `RolloutError` as `collect`. Several threads may write a step each, and take turns in the
+        order of the steps.
         """
+        with self._turn:
+            self._turn.wait_for(lambda: self._next in (step, None))
+            if self._next is None:
+                raise StoppedError
+            self._next = None
+            try:
+                groups = self._write(engine, step, step if self.asynchronous else version, is_replaying)
+                self._next = step + 1
+            finally:
+                self._turn.notify_all()
+        return groups
+
+    def _write(
+        self, engine: SamplingEngine, step: int, version: int, is_replaying: Callable[[], bool]
+    ) -> list[SampleGroup]:
         quota = Counter(prompt.domain for prompt in self._own_batch(step))
         self._begin_batch(step)
         due = {uid for uid, one in self._open.items() if self._is_due(one, step, version)}
+        if taken := self._recorded(step, quota):
+            due = taken
+            for uid in taken:
+                self._skip_stored(self._open[uid], step)
         if not self._is_enough(quota, due, min(version, step - 1)):  # by what ended in the steps before
             waiting = {sample.uid: sample for sample in self._samples() if sample.status not in ENDS}
             stream = cast("Stream", engine.generate([self._request(sample) for sample in waiting.values()]))
@@ -129,6 +186,20 @@ class PartialRollouts:
             finally:
                 stream.abort()
         return self._take_groups(step, quota, due)
+
+    def _recorded(self, step: int, quota: Counter[str]) -> set[str]:
+        """Return whom an earlier attempt's `step` took. Empty if it took none, or was of another `quota`."""
+        uids = set(self._taken.get(step, ()))
+        fits = uids <= self._open.keys() and Counter(self._open[uid].group.domain for uid in uids) == quota
+        return uids if fits else set()
+
+    def _skip_stored(self, one: _OpenGroup, step: int) -> None:
+        """End a group whose answers are stored. They have no tokens here."""
+        if self.is_stored(one.group, step):
+            one.ended = (-1, 0)
+            for sample in one.group.samples:
+                sample.status = Status.COMPLETED
+            self._transcript.drop_requests(sample.uid for sample in one.group.samples)
 
     def _batch(self, index: int) -> list[EncodedPrompt]:
         if index not in self._batches:
@@ -194,7 +265,9 @@ class PartialRollouts:
         for uid in {waiting[uid].group_uid for uid in chunk.finished}:
             samples = self._open[uid].group.samples
             if all(sample.status in ENDS for sample in samples):
-                self._open[uid].ended = max(map(_end_of, samples))
+                newest = max(int(sample.policy_versions.max(initial=-1)) for sample in samples)
+                in_turn = max(map(_end_of, samples))
+                self._open[uid].ended = (newest, next(self._ends)) if self.asynchronous else in_turn
 
     def _is_enough(self, quota: Counter[str], due: Set[str], version: int) -> bool:
         """Return whether a step that takes `quota` groups of each domain has them under weights of `version`
@@ -216,6 +289,12 @@ class PartialRollouts:
             if left[domain]:
                 left[domain] -= 1
                 taken.add(uid)
+        if self.log is not None and taken != set(self._taken.get(step, ())):
+            self._taken[step] = sorted(taken)
+            self.log.retire([_record_uid(step)])  # of an attempt that had other checkpoints
+            record = RolloutRequest(_record_uid(step), no_ids(), SamplingParams())
+            self.log.open(record, {"taken": self._taken[step]})
+            self.log.close(record.uid, Status.COMPLETED)
         groups = [self._open.pop(uid) for uid in list(self._open) if uid in taken]
         self.carried[step] = Carried(
             [[[one.batch, uid, one.begun] for uid, one in self._open.items()]],
@@ -227,6 +306,10 @@ class PartialRollouts:
             },
         )
         return [one.group for one in groups]
+
+
+def _record_uid(step: int) -> str:
+    return f"taken/{step}"
 
 
 def _end_of(sample: Sample) -> tuple[int, int]:

@@ -127,16 +127,23 @@ class Rollouts:
         request, partial, logged = self._request, self._partial, self._rollouts.engine
         if partial is not None:
             student, version = self._student, logged.policy_version
+            own: list[SampleGroup] = []
+
+            def write_own() -> list[SampleGroup]:
+                taken = partial.write(engine, index, version, lambda: logged.is_replaying)
+                own.extend(self.buffer.store(taken, index))
+                return own
+
             groups, notes = share_groups(
                 student.barrier.ranks,
-                lambda: partial.write(engine, index, version, lambda: logged.is_replaying),
+                write_own,
                 barrier=student.barrier,
                 engine=student.rollout_engine,
                 batch=index,
                 note=lambda: partial.carried[index].note(),
             )
             partial.carried[index] = partial.carried[index].merge_ranks(notes)
-            return groups
+            return self.buffer.after_sharing(own, groups, index)
         prompts = request.prompts(index) if prompts is None else prompts
         if not prompts:
             return []
@@ -171,7 +178,7 @@ class Rollouts:
     def _note_taken(self, index: int) -> None:
         """Note that the learner has the groups of step `index`."""
         if self._partial is not None:
-            self._carried = self._partial.carried.pop(index)
+            self._carried = self._partial.pop_carried(index)
             self._memory[_CARRIED] = self._carried.by_rank
 
     @contextmanager
@@ -198,9 +205,13 @@ class Rollouts:
         """Let others use the engine while the block runs."""
         return nullcontext()
 
+    def _kept_uids(self) -> frozenset[str]:
+        """Return what the log has of groups that go on, and of steps that wait for the learner."""
+        return self._carried.uids.union(() if self._partial is None else self._partial.record_uids())
+
     def on_checkpoint(self) -> Callable[[], None]:
         """Called when a checkpoint starts. Returns a callback that releases all batches so far."""
-        release_log = self._rollouts.on_checkpoint(self._carried.uids.union(self._request.kept()))
+        release_log = self._rollouts.on_checkpoint(lambda: self._kept_uids().union(self._request.kept()))
         release_buffer = self.buffer.on_checkpoint()
 
         def release_samples() -> None:
@@ -256,7 +267,9 @@ class AsyncRollouts(Rollouts):
 
     def on_checkpoint(self) -> Callable[[], None]:
         with self.rollout_ahead.lock.between_chunks():
-            release_log = self._rollouts.on_checkpoint(self.rollout_ahead.pending_uids | self._carried.uids)
+            release_log = self._rollouts.on_checkpoint(
+                lambda: self.rollout_ahead.pending_uids | self._kept_uids()
+            )
         release_buffer = self.buffer.on_checkpoint()
 
         def release_samples() -> None:
@@ -320,13 +333,18 @@ def open_source(context: StageContext, student: Student, request: StageRequest, 
         from opd.pipelines.stages.samples_on_disk import DiskSampleBuffer
 
         buffer = stack.enter_context(DiskSampleBuffer.open_stage(context, student, request.route))
-    partial = None if config.over_sample == 1 else open_partial(context.recipe, student, request)
+    partial = None
+    if config.over_sample > 1:
+        partial = open_partial(context.recipe, student, request)
+        partial.asynchronous, partial.is_stored = config.schedule == "async", buffer.is_stored
+        if logged.logs is not None and (partial.asynchronous or type(buffer) is not SampleBuffer):
+            partial.log = logged.logs.tokens
     if config.schedule == "in_turn":
         return Rollouts(student, logged, buffer, request, partial)
     if config.schedule == "ahead":
         return stack.enter_context(closing(OneAheadRollouts(student, logged, buffer, request, partial)))
-    rollouts = AsyncRollouts(student, logged, buffer, request)
-    rollouts.max_ahead = config.max_ahead
+    rollouts = AsyncRollouts(student, logged, buffer, request, partial)
+    rollouts.max_ahead = config.max_ahead if partial is None else 1
     # A user's own `generate` may have state, so one batch is generated at a time.
     rollouts.joined = config.generate is None
     return stack.enter_context(closing(rollouts))
@@ -342,6 +360,6 @@ def open_partial(recipe: Recipe, student: Student, request: StageRequest) -> Par
         {name: way.sampling for name, way in student.ways.items()},
         recipe.seed,
         request.steps,
-        None if config.max_staleness is None else config.max_staleness - config.least_age,
+        config.most_carried,
         student.barrier.ranks.shard,
     )

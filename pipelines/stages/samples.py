@@ -162,6 +162,20 @@ class SampleBuffer:
         """Generate `size` answers of `engine` to each of the `prompts` of batch `index`."""
         return self._student.sample_groups(prompts, size, engine, index)
 
+    def store(self, groups: list[SampleGroup], index: int) -> list[SampleGroup]:
+        """Store finished groups that this rank takes in step `index`, and return them."""
+        return groups
+
+    def is_stored(self, group: SampleGroup, index: int) -> bool:
+        """Return whether step `index` of an earlier attempt has stored `group`, with all its answers."""
+        return False
+
+    def after_sharing(
+        self, own: list[SampleGroup], everyone: list[SampleGroup], index: int
+    ) -> list[SampleGroup]:
+        """Return what `open` needs of such groups, once ranks have told each other theirs."""
+        return everyone
+
     def open(self, groups: Sequence[SampleGroup], index: int) -> AbstractContextManager[StepSamples]:
         """Return the samples of `write`'s result for batch `index`, for as long as the block runs."""
         return nullcontext(StepSamples(groups, self._student.backend, self._student.ranks))

@@ -151,6 +151,23 @@ class DiskSampleBuffer(SampleBuffer):
             groups.append(SampleGroup(prompt.uid, prompt.domain, samples, branches))
         return groups
 
+    def store(self, groups: list[SampleGroup], index: int) -> list[SampleGroup]:
+        """Store what an earlier attempt's step has not stored. Nobody has tokens of the returned groups."""
+        missing = [group for group in groups if not self.is_stored(group, index)]
+        self._put_groups([_prompt_of(group) for group in missing], missing, index)
+        return groups
+
+    def is_stored(self, group: SampleGroup, index: int) -> bool:
+        stored = self._files.group_uids(group.uid, self._request_digest(_prompt_of(group)), index)
+        return len(stored) >= len(group.samples)
+
+    def after_sharing(
+        self, own: list[SampleGroup], everyone: list[SampleGroup], index: int
+    ) -> list[SampleGroup]:
+        read = {group.uid: group.samples[0].teacher_prompt_ids for group in everyone}
+        self._teacher_prompts[index] = {uid: ids for uid, ids in read.items() if ids is not None}
+        return own
+
     def _generate_missing(
         self, engine: SamplingEngine, prompts: Sequence[EncodedPrompt], size: int, index: int
     ) -> None:
@@ -265,6 +282,11 @@ class DiskSampleBuffer(SampleBuffer):
         sampling = student.ways[prompt.domain].sampling
         settings = f"{sampling}/{student.recipe.seed}/{len(ids)}/{self._owner}".encode()
         return hashlib.blake2b(ids.tobytes() + settings, digest_size=16).hexdigest()
+
+
+def _prompt_of(group: SampleGroup) -> EncodedPrompt:
+    """Return the prompt of a group whose samples have it."""
+    return EncodedPrompt(group.uid, group.domain, group.samples[0].prompt_ids, None)
 
 
 class _RecordingEngine:

@@ -112,15 +112,18 @@ class StageRollout:
         self.engine, self.ways = engine, ways
         self.logs, self._counted_seconds = logs, 0.0
 
-    def on_checkpoint(self, keep: Collection[str] = ()) -> Callable[[], None]:
-        """Return a callback that releases every present response but `keep` from the log. A response that an
-        earlier attempt wrote for a later step stays, if it is asked for before the callback.
+    def on_checkpoint(self, keep: Callable[[], Collection[str]] = tuple) -> Callable[[], None]:
+        """Return a callback that releases every present response from the log but those of `keep`, which is
+        asked once it is known which are present. A response that an earlier attempt wrote for a later step
+        stays, if it is asked for before the callback.
         """
         logs, engine = self.logs, self.engine
         if logs is None:
             return lambda: None
         asked = engine.begin_noting()
-        uids = [uid for uid in logs.tokens.uids() if uid not in keep]
+        present = logs.tokens.uids()
+        kept = keep()
+        uids = [uid for uid in present if uid not in kept]
 
         def retire() -> None:
             engine.end_noting(asked)

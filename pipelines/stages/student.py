@@ -244,8 +244,9 @@ def make_engine(
         record_experts=records and _routes(model, sharing),
     )
     # Tokens after a stop string, which the engine does not know, are wasted. So are those after the end of a
-    # step's last group, and their number would depend on the clock.
-    engine.chunk_seconds = 0.0 if rollout.stop or rollout.over_sample > 1 else CHUNK_SECONDS
+    # step's last group, and their number would depend on the clock. With asynchronous weights it does anyway.
+    one_by_one = rollout.over_sample > 1 and rollout.schedule != "async"
+    engine.chunk_seconds = 0.0 if rollout.stop or one_by_one else CHUNK_SECONDS
     return engine
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +101,19 @@ def test_killed_at_a_token_a_stage_ends_with_the_same_weights(models, tmp_path, 
         ).read_bytes()
 
 
+@pytest.mark.parametrize("stage", [SPECIALIST, pytest.param(MERGE, marks=pytest.mark.slow)])
+def test_with_samples_on_disk_it_takes_the_same_groups(models, tmp_path, stage):
+    """As in memory, and killed at a token."""
+    own = settings(models, max_staleness=2)
+    expected, rows = weights(tmp_path / "memory", tiny_recipe(**own), stage)
+    on_disk = tiny_recipe(**own, storage={"trajectories": "disk"})
+    for name, dies_at in (("whole", -1), ("early", 20), ("late", int(rows[-1]["step"]) * 9 - 20)):
+        digest, found = weights(tmp_path / name, on_disk, stage, dies_at)
+        assert [[row[n] for n in NUMBERS] for row in found] == [[row[n] for n in NUMBERS] for row in rows]
+        assert digest == expected
+        assert not (tmp_path / name / "stages" / stage / "trajectories").exists()
+
+
 def test_it_goes_with_batches_written_ahead(models, tmp_path, monkeypatch):
     plain, lost = AsyncRollouts.on_checkpoint, []
 
@@ -124,13 +141,90 @@ def test_it_goes_with_batches_written_ahead(models, tmp_path, monkeypatch):
     assert lost == [set()] * len(lost) != []  # ended answers of groups that go on stay in the log
 
 
+def repeated(row: dict) -> dict:
+    """What of a step's metrics is the same if it learns from the same tokens again."""
+    same = ("step", "reward", "length", "tokens/", "staleness", "grad", "kl", "entropy", "policy", *NUMBERS)
+    return {name: value for name, value in row.items() if name.startswith(same)}
+
+
+def check_order(rows: list[dict], most: int) -> None:
+    """Rows of a stage whose weights came at any token."""
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert sum(row["rollout/out_of_order"] for row in rows) > 3
+    assert rows[-1]["rollout/carried"] == 0.0
+    assert 0 < max(row.get("staleness/max", 0.0) for row in rows) <= most
+
+
+@pytest.mark.parametrize(
+    ("stage", "storage"),
+    [
+        (SPECIALIST, "memory"),
+        pytest.param(MERGE, "memory", marks=pytest.mark.slow),
+        pytest.param(SPECIALIST, "disk", marks=pytest.mark.slow),
+        (MERGE, "disk"),
+    ],
+)
+def test_asynchronous_steps_are_repeated_as_they_were(models, tmp_path, stage, storage):
+    """From the beginning, because there is no checkpoint: each step that was taken before the kill."""
+    never = {"checkpoint_every": 100}
+    own = settings(models, "async", max_ahead=3)
+    own |= {name: own[name] | never for name in ("specialist", "distill")}
+    own["storage"] = {"trajectories": storage}
+    recipe = tiny_recipe(**own)
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        if stage == MERGE:
+            run_stage(recipe, folder, SPECIALIST)
+        stop(recipe, folder, stage, 4)
+        first = read_metrics(tmp_path / "run" / "stages" / stage / "metrics.jsonl")
+        assert len(first) == 4
+        run_stage(recipe, folder, stage)
+    rows = read_metrics(tmp_path / "run" / "stages" / stage / "metrics.jsonl")
+    assert list(map(repeated, rows[:4])) == list(map(repeated, first))
+    check_order(rows, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "storage"), [(1, "memory"), (2, "memory"), (1, "disk"), (2, "disk")])
+def test_killed_by_the_system_an_asynchronous_run_repeats_its_steps(models, tmp_path, ranks, storage):
+    own = settings(models, "async", max_ahead=3)
+    own["storage"] = {"trajectories": storage}
+    own |= {name: own[name] | {"checkpoint_every": 3} for name in ("specialist", "distill")}
+    recipe, out = write_recipe(tmp_path / "recipe.yaml", **own, train={"ranks": ranks}), tmp_path / "run"
+    command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(recipe), "--out", str(out)]
+    seen: dict[tuple[str, int], dict] = {}
+
+    def look(stage: str) -> list[dict]:
+        rows = read_metrics(out / "stages" / stage / "metrics.jsonl")
+        for row in rows:
+            assert repeated(row) == seen.setdefault((stage, row["step"]), repeated(row))
+        return rows
+
+    for stage, lines in [(SPECIALIST, 2), (SPECIALIST, 5), (MERGE, 2), (MERGE, 5)]:
+        path = out / "stages" / stage / "metrics.jsonl"
+        options = ["--resume"] if (out / "config.json").exists() else []
+        process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") >= lines):
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        assert len(look(stage)) >= lines
+    finish = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
+    assert finish.returncode == 0, finish.stderr
+    for stage in (SPECIALIST, MERGE):
+        check_order(look(stage), 3)
+
+
 DIGITS = {"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 50}}
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rollout": {"schedule": "async"}}, "over_sample needs schedule in_turn or ahead"),
+        ({"rollout": {"schedule": "async"}}, "over_sample needs max_ahead 2 or more with schedule async"),
+        (
+            {"rollout": {"schedule": "async", "max_ahead": 3, "max_staleness": 1}},
+            "over_sample needs max_staleness 2 or more",
+        ),
         ({"rollout": {"log": None}}, "over_sample needs a log"),
         ({"rollout": {"max_staleness": 0}}, "over_sample needs max_staleness 1 or more"),
         ({"rollout": {"schedule": "ahead", "max_staleness": 1}}, "over_sample needs max_staleness 2 or more"),
@@ -143,7 +237,6 @@ DIGITS = {"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompt
             {"domains": {"sort": DIGITS["sort"] | {"environment": {"type": "tools"}}}},
             "does not go with domains.sort.environment",
         ),
-        ({"storage": {"trajectories": "disk"}}, "does not go with storage.trajectories disk"),
         ({"specialist": {"replay": {}}}, r"does not go with specialist.replay \(of domain sort\)"),
         ({"specialist": {"difficulty": {}}}, r"does not go with specialist.difficulty \(of domain sort\)"),
         ({"rollout": {"max_running": 40}}, "set max_running to 48 or more"),
@@ -173,9 +266,10 @@ def test_the_doctor_says_that_it_needs_a_correction(models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_by_the_system_a_run_ends_with_the_same_weights(models, tmp_path, ranks):
-    recipe = write_recipe(tmp_path / "recipe.yaml", **settings(models), train={"ranks": ranks})
+@pytest.mark.parametrize(("ranks", "storage"), [(1, "memory"), (2, "memory"), (1, "disk"), (2, "disk")])
+def test_killed_by_the_system_a_run_ends_with_the_same_weights(models, tmp_path, ranks, storage):
+    own = settings(models) | {"storage": {"trajectories": storage}}
+    recipe = write_recipe(tmp_path / "recipe.yaml", **own, train={"ranks": ranks})
     killed_run(recipe, tmp_path / "undisturbed")
     killed_run(recipe, tmp_path / "killed", 6_000, 15_000)
     assert digests(tmp_path / "killed") == digests(tmp_path / "undisturbed")

@@ -162,7 +162,8 @@ def test_domains_encode_the_prompts_that_teachers_read(tmp_path):
     assert tokenizer.decode(asked.for_teacher().token_ids).startswith(f"{asked.label}=")
     group = prompt.empty_group(2)
     (sent,), _ = decode_groups(encode_groups([group], {prompt.uid: prompt}), {prompt.uid: prompt})
-    for sample in (*group.samples, *sent.samples):
+    (alone,), _ = decode_groups(encode_groups([group], {}), {})  # of a step that takes others' prompts
+    for sample in (*group.samples, *sent.samples, *alone.samples):
         assert np.array_equal(sample.as_taught().prompt_ids, prompt.teacher_ids)
         assert np.array_equal(sample.prompt_ids, prompt.token_ids)
 

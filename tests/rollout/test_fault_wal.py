@@ -100,7 +100,7 @@ def test_a_checkpoint_releases_no_request_that_is_asked_for_meanwhile(
         rollout = FaultTolerantRollout([TorchEngine(model)], log)
         collect(rollout.generate([first]))
         stage = StageRollout(rollout, StageLogs(log), {})
-        release = stage.on_checkpoint([carried.uid])
+        release = stage.on_checkpoint(lambda: [carried.uid])
         chunks = rollout.generate([later])
         chunk = next(chunks)
         release_newer = stage.on_checkpoint()  # starts before the older checkpoint is on the disk

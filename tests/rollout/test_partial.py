@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import arms
@@ -22,9 +24,10 @@ from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.partial import Carried, PartialRollouts
 from opd.rollout.request_state import Recovery
+from opd.rollout.streams import StoppedError
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL
-from opd.types import SamplingParams
+from opd.types import RolloutRequest, Sample, SamplingParams, no_ids
 
 STEPS, SIZE, SEED = 7, 2, 5
 DOMAINS = {"short": 4, "long": 3}
@@ -74,6 +77,9 @@ def partial_rollouts(over_sample: float = 1.5, **settings: Any) -> PartialRollou
     return PartialRollouts(prompts_of, SIZE, early, SAMPLING, SEED, **({"steps": STEPS} | settings))
 
 
+Started = tuple[FaultTolerantRollout, DyingEngine, PartialRollouts, Callable[[int], None], int]
+
+
 class Stage:
     """A learner whose weights are a function of their version, with a log and checkpoints that survive it."""
 
@@ -84,14 +90,14 @@ class Stage:
         """By step, its groups."""
         self.carried: dict[int, Carried] = {}
 
-    def run(self, dies_at: int = -1, most: int = STEPS) -> DyingEngine:
-        """Go on from the newest checkpoint."""
+    def start(self, dies_at: int, **more: Any) -> Started:
+        """An engine, what takes its groups, what gives it weights, and the step of the newest checkpoint."""
         model = arms.build_model()
         initial = [(name, tensor.detach().clone()) for name, tensor in model.weights()]
         engine = DyingEngine(model)
         engine.dies_at = dies_at
         rollout = FaultTolerantRollout([engine], self.log, recovery=Recovery(accept_newer=True))
-        partial = partial_rollouts(**self.settings)
+        partial = partial_rollouts(**self.settings, **more)
         first, entries = self.checkpoints[-1]
 
         def push(version: int) -> None:
@@ -103,6 +109,11 @@ class Stage:
         if first:
             push(first)
         partial.restore(first, entries)
+        return rollout, engine, partial, push, first
+
+    def run(self, dies_at: int = -1, most: int = STEPS) -> DyingEngine:
+        """Go on from the newest checkpoint."""
+        rollout, engine, partial, push, first = self.start(dies_at)
         for step in range(first, most):
             self.taken[step] = partial.write(
                 rollout, step, rollout.policy_version, lambda: rollout.is_replaying
@@ -125,6 +136,45 @@ class Stage:
         ]
 
 
+class AsyncStage(Stage):
+    """Such a stage with asynchronous weights: those of a step arrive somewhere while it is written.
+
+    `pace`: after how many chunks, in turn. With another pace an attempt writes other tokens.
+    """
+
+    def run(self, dies_at: int = -1, most: int = STEPS, pace: tuple[int, ...] = (9,)) -> DyingEngine:
+        rollout, engine, partial, push, first = self.start(dies_at, log=self.log, asynchronous=True)
+        for step in range(first, most):
+            left = iter(range(pace[step % len(pace)]))
+
+            def arrives(step: int = step, left: Any = left) -> bool:
+                if rollout.policy_version < step and next(left, None) is None:
+                    push(step)
+                return rollout.is_replaying
+
+            groups = partial.write(rollout, step, rollout.policy_version, arrives)
+            if rollout.policy_version < step:
+                push(step)
+            for group in self.taken.setdefault(step, groups):  # a repeated step has the same
+                assert [vars_of(s) for s in group.samples] == [
+                    vars_of(s) for s in next(one for one in groups if one.uid == group.uid).samples
+                ]
+            assert len(groups) == len(self.taken[step])
+            self.carried[step] = carried = partial.pop_carried(step)
+            if (step + 1) % self.every == 0:
+                self.checkpoints.append((step + 1, *carried.by_rank))
+                kept = carried.uids | partial.record_uids()
+                self.log.retire([uid for uid in self.log.entries if uid not in kept])
+        self.counters, self.decoded = rollout.take_counters(), engine.rows
+        return engine
+
+
+def vars_of(sample: Sample) -> tuple:
+    """What a learner sees of a sample."""
+    arrays = (sample.response_ids, sample.policy_versions, sample.rollout_logprobs)
+    return (sample.uid, sample.status, *(array.tolist() for array in arrays))
+
+
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[tuple, list[tuple]]:
     """By settings, what stages take that nobody kills."""
@@ -144,9 +194,11 @@ def steady() -> Stage:
     return stage
 
 
-def test_every_group_is_taken_once_and_no_length_is_favoured(steady):
+@pytest.mark.parametrize("kind", [Stage, AsyncStage])
+def test_every_group_is_taken_once_and_no_length_is_favoured(kind):
     """The answers are those of batches that wait for their last one."""
-    stage = steady
+    stage = kind(drift=0.0)
+    stage.run()
     engine = TorchEngine(arms.build_model())
     waited = [
         s
@@ -224,6 +276,73 @@ def test_killed_at_any_token_a_stage_takes_the_same_groups(undisturbed, deaths, 
         break
     stage.run()
     assert stage.rows() == undisturbed[tuple(how.items())]
+
+
+@settings(max_examples=cases(40))
+@given(
+    deaths=st.lists(st.integers(0, 240), min_size=1, max_size=3),
+    paces=st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=4), min_size=4, max_size=4),
+    every=st.integers(1, 8),
+    how=st.sampled_from([*HOW, {"max_age": 2, "over_sample": 1.2}]),
+)
+def test_with_weights_that_come_at_any_token_a_step_is_repeated_as_it_was(deaths, paces, every, how):
+    """An attempt that others follow, each at a pace of its own: none takes otherwise what one has taken."""
+    stage = AsyncStage(every=every, **how)
+    for dies_at, pace in zip(deaths, paces, strict=False):
+        try:
+            stage.run(dies_at, pace=tuple(pace))
+        except Killed:
+            continue
+        break
+    stage.run(pace=tuple(paces[-1]))
+    assert len(stage.rows()) == len({row[1] for row in stage.rows()}) == STEPS * SIZE * sum(DOMAINS.values())
+    for step, groups in stage.taken.items():
+        assert Counter(group.domain for group in groups) == DOMAINS
+        ages = [step - version for g in groups for s in g.samples for version in s.policy_versions.tolist()]
+        assert min(ages) >= 0
+        assert max(ages) <= how.get("max_age", STEPS) + 1
+
+
+def test_a_record_that_does_not_fit_is_not_followed():
+    """One of an attempt that had later checkpoints, or of steps of another size."""
+    stage = AsyncStage()
+    stage.run(most=3)
+    stage.checkpoints = stage.checkpoints[:1]
+    for step, uids in enumerate((["long/0"], ["nobody"], "long/0")):
+        stage.log.retire([f"taken/{step}"])
+        stage.log.open(RolloutRequest(f"taken/{step}", no_ids(), SamplingParams()), {"taken": uids})
+    stage.log.retire([uid for uid in stage.log.entries if not uid.startswith("taken")])
+    stage.taken.clear()
+    stage.run()
+    assert len(stage.rows()) == STEPS * SIZE * sum(DOMAINS.values())
+
+
+@pytest.mark.parametrize("dies_at", [-1, 3])
+def test_threads_take_turns_in_the_order_of_steps(dies_at):
+    engine = DyingEngine(arms.build_model())
+    engine.dies_at = dies_at
+    log = MemoryLog()
+    rollout = FaultTolerantRollout([engine], log)
+    partial, found = partial_rollouts(log=log, asynchronous=True), {}
+
+    def write(step: int) -> None:
+        try:
+            found[step] = partial.write(rollout, step, 0, lambda: rollout.is_replaying)
+        except (StoppedError, Killed) as error:
+            found[step] = type(error)
+
+    threads = [threading.Thread(target=write, args=(step,)) for step in (2, 1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if dies_at >= 0:
+        assert found == {0: Killed, 1: StoppedError, 2: StoppedError}
+    else:
+        assert [len(found[step]) for step in range(3)] == [sum(DOMAINS.values())] * 3
+        assert [log.entries[f"taken/{s}"].metadata["taken"] for s in range(3)] == [
+            sorted(group.uid for group in found[step]) for step in range(3)
+        ]
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -227,10 +227,10 @@ def test_tensors_of_another_form_are_found_where_no_folder_can_be_read():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("schedule", ["in_turn", "ahead"])
+@pytest.mark.parametrize("schedule", ["in_turn", "ahead", "async"])
 def test_a_server_goes_on_with_groups_that_a_step_left(sglang, served_models, tmp_path, schedule):
     """They are taken in later steps, each once, with the tokens of every version that wrote them."""
-    rollout = {"schedule": schedule, "over_sample": 1.5}
+    rollout = {"schedule": schedule, "over_sample": 1.5, "max_ahead": 3}
     distill = FEW | {"steps": 6}
     steps = run(tmp_path, "merge", served(sglang), served_models, rollout=rollout, distill=distill)
     assert len(steps) == 6
