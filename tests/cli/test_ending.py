@@ -258,7 +258,6 @@ def others_threads():
     ("name", "status", "words"),
     [
         ("exits", 2, "f raised SystemExit: 0 (leaves.py:3)"),
-        ("leaves", 2, "ended by os._exit(0) in leaves.py:4"),
         ("leaves_with_7", 7, "ended by os._exit(7) in leaves.py:5"),
         ("becomes", 2, "ended by os.exec of true in leaves.py:6"),
         ("becomes_another", 2, "true in leaves.py:7"),
@@ -268,6 +267,7 @@ def others_threads():
         *[(name, 0, "the end") for name in ("starts", "leaves_at_the_end")],
         *[(name, 0, "the end") for name in ("child_returns", "child_exits", "child_raises", "child_closes")],
         ("threads", 0, "the end"),
+        ("leaves", 2, "ended by os._exit(0) in leaves.py:4"),
     ],
 )
 def test_only_the_command_ends_itself_with_success(tmp_path, name, status, words):

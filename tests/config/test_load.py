@@ -95,6 +95,7 @@ def test_one_key_keeps_the_other_defaults_of_its_place(write):
         ["--distill.lr", "3e-5"],
         ["--distill.optim.lr=3e-5"],
         ["--distill.optim", "{lr: 3e-5}"],
+        ["--distill.optim.lr", "3e-5", "--distill", "{optim: {weight_decay: 0.1}}"],
     ],
 )
 def test_overrides_reach_the_same_field(write, words):

@@ -250,6 +250,7 @@ def test_what_a_row_gives_the_template_is_shown_to_the_model(row, shown, tmp_pat
         ({"tools": [TOOL], "functions": [TOOL]}, "two lists of tools"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "set by opd"),
         ({"chat_template_kwargs": 3}, "no object"),
+        ({"chat_template_kwargs": f"{{{' ' * (16 << 20)}}}"}, "no object"),
         ({"chat_template_kwargs": {"self": 3}}, "set by opd"),
         ({"images": ["a.png"]}, "it has `images`, and models here read text alone"),
         ({"image": {"bytes": "x"}}, "it has `image`"),

@@ -426,6 +426,12 @@ def test_a_prompt_of_another_kind_is_told_which_there_are(prompt):
         read_request(json.dumps({"prompt": prompt}).encode(), chat=False)
 
 
+@pytest.mark.parametrize("limits", [(3, 5), (5, 3)])
+def test_of_two_limits_the_smaller_counts(limits):
+    told = dict(zip(("max_tokens", "max_completion_tokens"), limits, strict=True))
+    assert read_request(json.dumps({"messages": [user("?")], **told}).encode(), chat=True).most == 3
+
+
 def test_without_a_key_nothing_is_read_and_what_is_large_or_slow_is_let_go(monkeypatch):
     monkeypatch.setattr(gateway, "READING", 0.3)
     monkeypatch.setattr(gateway, "LINGERING", 0.1)

@@ -94,10 +94,10 @@ PARAMS = {"action": {"say": {"text": "{text}"}}, "reset": {"level": 2}}
 CONFIG = EnvironmentConfig(type="openenv", params={"url": "http://127.0.0.1:1"}, attempts=2)
 
 
-def acted(url: str, *texts: str, attempts: int = 2, **metadata):
+def acted(url: str, *texts: str, attempts: int = 2, show: list[str] | None = None, **metadata):
     config = CONFIG.model_copy(update={"attempts": attempts})
     task = Task("a/0", "", [], 11, metadata, 5)
-    world = World(partial(OpenEnv, url=url, **PARAMS), task, config, "a")
+    world = World(partial(OpenEnv, url=url, show=show, **PARAMS), task, config, "a")
 
     async def act():
         try:
@@ -117,6 +117,16 @@ def test_what_the_server_says_is_the_episode(server):
     assert [step.done for step in steps] == [False, False, True]
     assert server.resets == [{"level": 3, "seed": 11}]
     assert server.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("show", "seen"),
+    [(None, '{"a": 1, "b": "x", "c": []}'), (["b"], "x"), (["c", "none", "a"], '{"c": [], "a": 1}')],
+)
+def test_the_model_sees_what_show_names(server, show, seen):
+    told = {"observation": {"a": 1, "b": "x", "c": []}, "reward": None, "done": False}
+    server.first = json.dumps({"type": "observation", "data": told})
+    assert acted(server.url, show=show)[0] == seen
 
 
 @pytest.mark.parametrize("server", [{"broken": 1}], indirect=True)

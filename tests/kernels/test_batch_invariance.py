@@ -11,6 +11,7 @@ from torch import Tensor
 
 from opd.kernels import ops
 from opd.kernels.head import Head
+from opd.kernels.projection import matmul_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = ("reverse", "forward", "jsd", "skew_reverse", "skew_forward")
@@ -133,6 +134,7 @@ def test_tokens_left_out_change_nothing_for_the_others(threads: int, dtype) -> N
 def test_deterministic_mode_uses_one_shape(deterministic: None, threads: int) -> None:
     batch = Batch(torch.float64)
     everything = batch.kl(torch.arange(TOKENS), chunk=96)
+    assert [matmul_rows(tokens, 96) for tokens in (0, 5, 96)] == [0, 96, 96]
     for name, rows in selections().items():
         for got, whole in zip(batch.kl(rows, chunk=96), everything, strict=True):
             assert torch.equal(got, whole[rows]), name

@@ -62,6 +62,7 @@ CHOSEN = [
     *(("The answer would be C", "C"), ("Answer: C Paris", "C"), ("C. Paris", "C"), ("**C**: water", "C")),
     *(("Answer: C. A is wrong because of x", "C"), ("Answer: A, because B is wrong", "A"), ("b. 4", "B")),
     *(("Answer: C is right, not D", "C"), ("The correct answer is option B.", "B"), ("Option C", "C")),
+    ("A look at both shows that it is C", "C"),
 ]
 CHOSEN += [
     (text, "B")

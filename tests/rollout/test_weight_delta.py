@@ -152,6 +152,7 @@ def codes(*own: int) -> torch.Tensor:
         (part([["a", 0, 4, 0]], v0=ONES.view(2, 2)), "another dtype or shape"),
         (part([["a", 0, 4, 0]]), "another dtype or shape"),
         (part([["a", 0, 5, 0]], v0=ONES), "4 values for 5 elements"),
+        (part([["a", 0, 3, 0]], v0=ONES), "4 values for 3 elements"),
         (part([["a", 18, 4, 0]], v0=ONES), "elements 18 to 22"),
         (part([["a", -1, 4, 0]], v0=ONES), "elements -1 to 3"),
         (part([["a", 0, 0, 0]], v0=ONES[:0]), "elements 0 to 0"),

@@ -31,9 +31,10 @@ from opd.config.train import LoRAConfig
 from opd.errors import ModelError, RolloutError
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM
+from opd.models.peft_folder import LORA_A, LORA_B
 from opd.pipelines.check.servers import check_workers
 from opd.pipelines.stages.served_engine import adapter_fault
-from opd.rollout.adapted_student import AdapterFolder
+from opd.rollout.adapted_student import AdaptedStudent, AdapterFolder
 from opd.served.http_client import PoolOptions
 
 pytest.importorskip("orjson", reason="needs the extra sglang")
@@ -358,6 +359,16 @@ HERE = {"type": "sglang", "urls": ["http://127.0.0.1:1"]}
 def test_what_cannot_be_sent_alone_is_refused_where_it_is_asked_for(engine, others, words):
     with pytest.raises(ValueError, match=words):
         tiny_recipe(model={"path": "x", **others}, base=None, rollout={"engine": engine})
+
+
+def test_trial_adapters_change_each_layer_by_half_of_its_spread(padded_models):
+    base = load_file(padded_models["a"] / "model.safetensors")
+    tried = dict(AdaptedStudent(padded_models["a"], LORA, "float32").trial_adapters)
+    layers = [name.removesuffix(LORA_A) for name in tried if name.endswith(LORA_A)]
+    assert layers
+    for layer in layers:
+        change = LORA.alpha / LORA.rank * tried[layer + LORA_B] @ tried[layer + LORA_A]
+        assert float(change.std() / base[f"{layer}.weight"].std()) == pytest.approx(0.5, rel=0.5)
 
 
 def test_servers_are_started_for_adapters():

@@ -188,6 +188,8 @@ def test_answers_of_any_form_are_read_or_refused():
     assert len(json.dumps(answer)) < most_bytes(question, k)
     rows = answer["choices"][0]["prompt_logprobs"]
     entry = next(iter(rows[4]))
+    many = Question("q", np.zeros(100_000, np.int32), 2)
+    assert len(json.dumps({entry: rows[4][entry]})) * len(many.tokens) < most_bytes(many)
     paths = [
         ("choices",), ("choices", 0), ("choices", 0, "prompt_logprobs"), ("choices", 0, "prompt_logprobs", 4),
         ("choices", 0, "prompt_logprobs", 4, entry), ("choices", 0, "prompt_logprobs", 4, entry, "logprob"),

@@ -15,9 +15,11 @@ from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, TeacherError, TrainingError
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM
+from opd.ranks import Ranks, process_group
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.student_teacher import StudentTeacher
+from opd.train.fsdp_backend import FSDPBackend
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm
 from opd.train.torch_backend import MastersBackend, TorchBackend
@@ -86,6 +88,16 @@ def test_its_scores_are_those_of_a_copy_at_every_step(kind):
     assert not torch.equal(found[0], found[1])
     assert not torch.equal(found[1], found[2])
     assert followed(backend).digest not in digests  # nor is another attempt's
+
+
+def test_the_head_of_sharded_weights_is_a_copy():
+    training = tiny.training([CrossEntropyTerm()], max_tokens=TOKENS)
+    with process_group():
+        backend = FSDPBackend(tiny.model(), training, Ranks(), torch.float32)
+        teacher = followed(backend)
+        teacher.score(tiny.samples(LENGTHS))
+        step(backend, 0)
+        assert torch.equal(teacher.load_head().weight, tiny.model().head().weight)
 
 
 @pytest.mark.parametrize("kind", ["plain", "adapters", "masters"])
