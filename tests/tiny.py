@@ -1,7 +1,5 @@
 """Tiny real models and samples that several test folders use."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from pathlib import Path

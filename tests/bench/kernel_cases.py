@@ -1,7 +1,5 @@
 """What `kernels.py` compares: one function per way to get the reverse KL and its gradients."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable

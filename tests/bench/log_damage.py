@@ -11,8 +11,6 @@ killed or has closed it. Each flip is of one random bit of a fresh copy, read by
     died        the reading process was ended by a signal
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

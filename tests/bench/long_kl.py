@@ -7,8 +7,6 @@ turns so that other work on the machine disturbs all alike. The exponent is the 
 through (log n, log seconds): 1 is linear. Width and vocabulary are small, so that a run takes about a minute.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

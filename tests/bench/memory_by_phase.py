@@ -7,8 +7,6 @@ thread in a process of its own. By phase: the most that a step's metrics say was
 process: `VmHWM`. Runs of two lengths tell a step's processor time.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """A dry run refuses what the folders of its models rule out, in the sentence of the doctor and of the run."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What plan and doctor say of the memory of each phase is what a run holds; what does not fit is refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`opd plan`: printed from metadata alone, with or without a recipe."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

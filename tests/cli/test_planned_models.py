@@ -1,7 +1,5 @@
 """`opd plan` for models, GPUs and clusters that are not here."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

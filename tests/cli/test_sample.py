@@ -1,7 +1,5 @@
 """`opd sample`, and `opd compare` of two models: what is printed, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

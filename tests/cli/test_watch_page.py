@@ -1,7 +1,5 @@
 """`opd watch` of a real run: its page over HTTP and in a browser, and its view in a terminal."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Prompts from .jsonl and .parquet files: splits, domains in one file, and every kind of bad row."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A domain whose responses an agent of one's own writes, from a recipe to a merged student."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

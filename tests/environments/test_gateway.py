@@ -1,7 +1,5 @@
 """The gateway itself: what it answers in pieces, with tools and choices, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

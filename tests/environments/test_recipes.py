@@ -1,7 +1,5 @@
 """Domains with an environment, from a recipe to a merged student."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The study of budgets: its table is of its results, and its arms are what they are called."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

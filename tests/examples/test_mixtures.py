@@ -1,7 +1,5 @@
 """The example of mixtures: its page has the tables of its results, and its students differ in the model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The study of FP8: its page has the table of its results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The study of rounds: its tables are of its results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

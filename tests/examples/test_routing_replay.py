@@ -1,7 +1,5 @@
 """The study of routing replay: its page has the tables of its results, and its routers become undecided."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import ModuleType

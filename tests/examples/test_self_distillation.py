@@ -1,7 +1,5 @@
 """The table of `examples/self_distillation`: runs that are not there are named, and nothing is written."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The study of warm-ups: its tables are of its results, its arms and formats are what they are called."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The comparison of estimators: its table is of its results, and its arms are what their names say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

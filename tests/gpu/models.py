@@ -1,7 +1,5 @@
 """Random Llamas of real sizes, made on the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

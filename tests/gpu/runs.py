@@ -1,7 +1,5 @@
 """Whole parts of the product on a GPU: its marked tests, a streamed teacher, a short quick start."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

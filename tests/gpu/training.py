@@ -1,7 +1,5 @@
 """One distillation step of a student of real size, in each precision."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

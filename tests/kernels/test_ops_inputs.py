@@ -1,7 +1,5 @@
 """What the operations refuse, and the sentences they refuse it with; the choice of implementation."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

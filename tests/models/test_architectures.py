@@ -1,7 +1,5 @@
 """A table of families: used rightly by the engine, or refused by all who read a folder with one sentence."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

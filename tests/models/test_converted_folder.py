@@ -1,7 +1,5 @@
 """`opd publish --dtype`: weights in another dtype, as FP8 in blocks, and from MXFP4 to FP8 without loss."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Every family: packed against one by one through the family's own eager attention, head, gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

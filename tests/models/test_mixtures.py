@@ -1,7 +1,5 @@
 """Mixtures of experts as teachers: their files hold one tensor an expert, their modules one for all."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

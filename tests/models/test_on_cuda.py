@@ -1,7 +1,5 @@
 """Attention and whole models on a device: the CPU's numbers, fused kernels where there are some, no waits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pretend_cuda
 import pretend_kernels

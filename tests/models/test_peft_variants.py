@@ -1,7 +1,5 @@
 """Adapters of every kind that peft writes: used as peft merges them, or refused by what they are."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Quantised checkpoints: exact for every code, right as teachers and students, or refused in a sentence."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

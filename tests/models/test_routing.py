@@ -1,7 +1,5 @@
 """Choices of experts, recorded and replayed, over families of transformers that choose in different ways."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """What cannot be a streamed teacher is said in one sentence, by whoever is asked first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Sizes are cut by the names that families give them; of lists with an entry a lay
 every kind of layer is there. What this does not fit is named in `OWN`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from copy import deepcopy

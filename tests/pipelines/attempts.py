@@ -1,7 +1,5 @@
 """A base to begin from; attempts at a stage that end early, in this process, or in ones that are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A recipe small enough to run whole in a few seconds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

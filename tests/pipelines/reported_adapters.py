@@ -1,7 +1,5 @@
 """Adapter folders of public reports, as peft wrote them."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Model folders of public reports: configurations and weights."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models are measured with the recipe's engine where they have its student's form, to the same answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Teachers whose prompts say what the step's answers were: siblings, attempts, feedback. Whole runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Epochs, an adaptive reference KL, whitening and GSPO together: resumed bit for bit, and what each does."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

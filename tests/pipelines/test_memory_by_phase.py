@@ -1,7 +1,5 @@
 """Who holds how much memory in which phase of a step: what the counters say is what is there."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

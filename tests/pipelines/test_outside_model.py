@@ -1,7 +1,5 @@
 """Instruct models as others publish them go through a whole run, with 15 lines, at the first try."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Domains with settings of their own: each is written in its own way and has its own share of the merge."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

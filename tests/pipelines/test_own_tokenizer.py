@@ -2,8 +2,6 @@
 measured; what the doctor says; refusals.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A merge on answers of its teachers: they do not depend on the student, and all else is the merge's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 carries signal.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

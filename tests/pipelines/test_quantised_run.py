@@ -1,7 +1,5 @@
 """Runs with `model.quantize`: engine and trainer hold the same FP8, which is written and gone on with."""
 
-from __future__ import annotations
-
 import json
 import signal
 from contextlib import ExitStack

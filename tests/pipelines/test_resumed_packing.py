@@ -1,7 +1,5 @@
 """A stage that is resumed packs and compiles as it began to, whatever would be chosen now."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

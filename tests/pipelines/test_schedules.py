@@ -1,7 +1,5 @@
 """Writing while learning: bounded ages, the same tokens whoever is faster, and a resume that goes on."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

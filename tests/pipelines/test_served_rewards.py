@@ -1,7 +1,5 @@
 """A run whose rewards come from a server: resumed and repeated without asking anything twice, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import count

@@ -1,7 +1,5 @@
 """A specialist on shaped rewards: the same wherever its samples are, and what it says of them."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 from recipes import shaped_specialist, tiny_recipe

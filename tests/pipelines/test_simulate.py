@@ -1,7 +1,5 @@
 """The simulated cluster: time is conserved, limits are right, ages are bounded, a seed fixes everything."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

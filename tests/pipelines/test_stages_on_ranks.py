@@ -1,7 +1,5 @@
 """Stages of every kind on two ranks, some of unequal pace, in one launch, compared with one process."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterable

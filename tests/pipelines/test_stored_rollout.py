@@ -1,7 +1,5 @@
 """Responses on disk: they leave memory and log when they end, and a later attempt finds them."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

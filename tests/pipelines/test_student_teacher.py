@@ -1,7 +1,5 @@
 """A run whose student is its own teacher: beside others and rewards, killed, resumed, on disk, on ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A specialist that follows teachers beside its rewards: its gradient, what it shares with the merge."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Teachers that read another prompt than the student: templates, scores, a whole merge, refusals."""
 
-from __future__ import annotations
-
 from datetime import date
 from decimal import Decimal
 

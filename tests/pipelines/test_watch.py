@@ -1,7 +1,5 @@
 """Rules over metrics: when they fire, and what a run does then, also when it is killed and resumed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Several runs beside each other."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

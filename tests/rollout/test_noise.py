@@ -1,7 +1,5 @@
 """The noise is numpy's Philox stream of each request, reached at any position."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from full import cases

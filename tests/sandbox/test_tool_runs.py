@@ -1,7 +1,5 @@
 """A recipe whose agent uses tools: trained, killed in the middle of commands, resumed to the same weights."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

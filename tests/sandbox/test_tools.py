@@ -1,7 +1,5 @@
 """The environment `tools`: calls, answers, files, limits, and what the log gives back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

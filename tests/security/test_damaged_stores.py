@@ -1,7 +1,5 @@
 """Logs, trajectory stores and caches with right checksums and wrong content: one sentence each."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

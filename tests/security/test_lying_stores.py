@@ -1,7 +1,5 @@
 """A store that lists, sizes and sends what is not there, and adapters that others have published."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """One S3 server and one real server of a dialect a session; fault proxies in front of them, and models."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 used: real sockets, servers that are killed.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Fetching from the Hub: what is asked for, what is refused, and what becomes of damage on the way."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Pushing a model's folder to the Hub, and fetching it back."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 from hub_server import TOKEN, Repository, files_of

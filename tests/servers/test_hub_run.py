@@ -1,7 +1,5 @@
 """A run whose model, teacher and data are on the Hub: from names to a merge, and on from its commits."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """A merge of ten teachers published on a real S3 server, read by two ranks, against all of them in memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@
 `FOLDER/tasks.json` says on which back ends, one after another; see `run_task`.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

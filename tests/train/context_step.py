@@ -1,7 +1,5 @@
 """One optimiser step on a tiny model, the same for one rank and for ranks that share sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """GAE against its double sum, the value loss and the critic's gradient against float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiny

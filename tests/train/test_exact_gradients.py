@@ -1,7 +1,5 @@
 """Every estimator a recipe can choose has exactly the expected gradient its name promises."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The engine's choices of experts in the trainer: its log-probabilities and its gradient, and the loads."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

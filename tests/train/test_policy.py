@@ -1,7 +1,5 @@
 """The clipped policy loss against a scalar reference, its gradient and its statistics."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """GSPO and CISPO against their papers' formulas in float64, and what no policy loss may depend on."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Losses of routers: those of transformers, whatever packs, computes again or replays their tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

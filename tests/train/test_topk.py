@@ -1,7 +1,5 @@
 """Top-k forms: what each is worth, with the exact divergence beside it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What several ranks do, on two of them and small, in one launch; the files of each kind have more."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial
