@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -113,6 +115,16 @@ def pytest_runtestloop() -> None:
     """Collect garbage only among what the tests make: what was imported and collected stays to the end."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine has an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def is_called(item: pytest.Item, config: pytest.Config) -> bool:
