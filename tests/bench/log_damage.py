@@ -104,11 +104,7 @@ def checked(found: list[tuple[int, bytes]]) -> int:
     return len(found)
 
 
-LOGS = {
-    "log": (write_wal, read_wal),
-    "sqlite": (write_sqlite, read_sqlite),
-    "lmdb": (write_lmdb, read_lmdb),
-}
+LOGS = {"log": (write_wal, read_wal), "sqlite": (write_sqlite, read_sqlite), "lmdb": (write_lmdb, read_lmdb)}
 
 
 def flipped(folder: Path, name: str, rng: random.Random) -> str:

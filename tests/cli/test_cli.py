@@ -63,10 +63,7 @@ def test_options_before_the_recipe_do_not_swallow_it(recipe, capsys):
             "--ranks: give a whole number from 1 to 1,000,000, not",
         ),
         (["publish", "a", "b", "--shards", "9" * 6000], "--shards: give a number of 1 to 15 digits"),
-        (
-            ["plan", "{recipe}", "--ranks", "0"],
-            "--ranks: give a whole number from 1 to 1,000,000, not '0'",
-        ),
+        (["plan", "{recipe}", "--ranks", "0"], "--ranks: give a whole number from 1 to 1,000,000, not '0'"),
         (["run"], "the following arguments are required: RECIPE; see `opd run --help`"),
         (["rum", "{recipe}"], "invalid choice: 'rum'"),
         (["specialist", "{recipe}", "--domain", "chess"], "it trains sort"),

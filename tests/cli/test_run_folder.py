@@ -319,10 +319,7 @@ def test_mended_code_keeps_what_the_checkpoints_own_weights_have_written(
 
 
 LOWER = {"lr": 1e-4, "schedule": "linear"}
-LEVERS = {
-    "specialist": {"optim": LOWER, "policy_loss": {"clip_high": 0.3}},
-    "rollout": {"temperature": 0.7},
-}
+LEVERS = {"specialist": {"optim": LOWER, "policy_loss": {"clip_high": 0.3}}, "rollout": {"temperature": 0.7}}
 
 
 def begun(path: Path, recipe: Recipe, state: dict[str, Any], stage: str = "specialist-sort") -> None:

@@ -90,12 +90,7 @@ def test_one_key_keeps_the_other_defaults_of_its_place(write):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["--distill.lr", "3e-5"],
-        ["--distill.optim.lr=3e-5"],
-        ["--distill.optim", "{lr: 3e-5}"],
-    ],
+    "words", [["--distill.lr", "3e-5"], ["--distill.optim.lr=3e-5"], ["--distill.optim", "{lr: 3e-5}"]]
 )
 def test_overrides_reach_the_same_field(write, words):
     assert load_recipe([write(MINIMAL)], words).distill.optim.lr == 3e-5

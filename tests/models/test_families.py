@@ -171,10 +171,7 @@ def test_a_head_smaller_than_the_tokenizer_is_refused():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (
-            {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2},
-            "MambaMixer",
-        ),
+        ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}, "MambaMixer"),
         ({"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4}, "BloomAttention"),
         (
             tiny.LLAMA | {"model_type": "diffllama"},

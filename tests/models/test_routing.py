@@ -25,11 +25,7 @@ FAMILIES = {
 BOUNDS = [0, 7, 12]
 IDS = torch.arange(12) * 7 % 13
 POSITIONS = torch.cat([torch.arange(7), torch.arange(5)])
-MEMORIES = {
-    "whole": WHOLE,
-    "recomputed": LayerMemory(recompute=True),
-    "in pieces": LayerMemory(chunk=4),
-}
+MEMORIES = {"whole": WHOLE, "recomputed": LayerMemory(recompute=True), "in pieces": LayerMemory(chunk=4)}
 
 
 @cache

@@ -300,11 +300,7 @@ SIBLING = "{sibling}={prompt}"
         ({"user": "{prompt}", "success_threshold": 0.5}, {}, "have no effect, because user names none"),
         ({"user": SIBLING, "fallback": ["{prompt}", "{feedback}{prompt}"]}, {}, "leave out what follows"),
         ({"user": SIBLING, "system": "{sibling}"}, {}, "system holds columns alone, and not {sibling}"),
-        (
-            SIBLING,
-            {"distill": {"steps": 1}},
-            r"but distill\.samples_per_prompt is 1; raise",
-        ),
+        (SIBLING, {"distill": {"steps": 1}}, r"but distill\.samples_per_prompt is 1; raise"),
         (
             SIBLING,
             {"baselines": {"methods": ["off_policy"]}, "teachers": {}},
@@ -332,12 +328,7 @@ def opened(recipe: Recipe) -> DomainSet:
 @pytest.mark.parametrize(
     ("prompt", "reward", "error", "sentence"),
     [
-        (
-            "{hint}{sibling}{prompt}",
-            None,
-            DataError,
-            "names {hint}, which .* lacks; it has .*sibling",
-        ),
+        ("{hint}{sibling}{prompt}", None, DataError, "names {hint}, which .* lacks; it has .*sibling"),
         ("{feedback}{prompt}", None, ValidationError, r"alone give; set domains\.sort\.reward to one"),
         ("{feedback}{prompt}", "exact", ValidationError, r"alone give; set domains\.sort\.reward to one"),
     ],

@@ -124,12 +124,7 @@ def test_a_phase_keeps_its_largest_sample_and_parts_of_one_name_are_added():
     with timer("second"):
         pass
     found = {key: value for key, value in timer.add_to({}).items() if key.startswith("memory/")}
-    assert found == {
-        "memory/first/a": 10,
-        "memory/first/b": 1,
-        "memory/second/a": 2,
-        "memory/second/b": 1,
-    }
+    assert found == {"memory/first/a": 10, "memory/first/b": 1, "memory/second/a": 2, "memory/second/b": 1}
 
 
 AWAY = {

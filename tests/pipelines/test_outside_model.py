@@ -80,9 +80,7 @@ MORE = {
     "granite": (CHATML, FAMILIES["qwen2"][1], {"logits_scaling": 8.0, "residual_multiplier": 0.2}),
     "qwen3_moe": (CHATML, FAMILIES["qwen2"][1], _EXPERTS),
 }
-UNSTREAMED = {
-    "gpt_neox": (CHATML, FAMILIES["qwen2"][1], {}),
-}
+UNSTREAMED = {"gpt_neox": (CHATML, FAMILIES["qwen2"][1], {})}
 """Which a merge can only keep whole."""
 RECIPE = """\
 name: merge

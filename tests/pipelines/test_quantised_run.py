@@ -167,15 +167,9 @@ def test_a_server_of_quantised_weights_is_refused(tmp_path: Path) -> None:
         ({"model": FP8 | {"lora": {}}}, "with model.lora adapters learn.*leave one of the two out"),
         ({"model": FP8 | {"dtype": "float16"}}, "float16 does not hold all numbers of model.quantize fp8"),
         ({"model": {"quantize": "fp4"}}, "fp8"),
-        (
-            {"model": FP8, "train": {"backend": "megatron"}},
-            "train.backend megatron does not keep; set",
-        ),
+        ({"model": FP8, "train": {"backend": "megatron"}}, "train.backend megatron does not keep; set"),
         ({"model": FP8, "train": {"backend": "deepspeed"}}, "train.backend deepspeed does not keep"),
-        (
-            {"model": FP8, "train": {"precision": "pure"}},
-            "train.precision pure does not keep; set",
-        ),
+        ({"model": FP8, "train": {"precision": "pure"}}, "train.precision pure does not keep; set"),
     ],
 )
 def test_what_fp8_cannot_be_together_with_is_said(changes: dict, said: str) -> None:

@@ -197,15 +197,13 @@ def test_ranks_that_cannot_be_divided_are_refused():
         TrainConfig(ranks=3, backend="megatron", pipeline_parallel=2)
     with pytest.raises(ValueError, match=r"teacher sort is of type megatron.* set its type to streamed"):
         tiny_recipe(
-            train={"backend": "megatron", "pipeline_parallel": 2},
-            distill={"teachers": {"type": "megatron"}},
+            train={"backend": "megatron", "pipeline_parallel": 2}, distill={"teachers": {"type": "megatron"}}
         )
     with pytest.raises(
         ValueError, match=r"tensor_parallel 1 and whole sequences, .* has train.tensor_parallel 2"
     ):
         tiny_recipe(
-            train={"backend": "megatron", "tensor_parallel": 2},
-            distill={"teachers": {"type": "megatron"}},
+            train={"backend": "megatron", "tensor_parallel": 2}, distill={"teachers": {"type": "megatron"}}
         )
     shared = {"backend": "megatron", "tensor_parallel": 2, "context_parallel": 2}
     with pytest.raises(

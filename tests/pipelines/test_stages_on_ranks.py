@@ -73,14 +73,8 @@ TASKS = {
             "train": {"context_parallel": 2},
         },
     ),
-    "ahead": (
-        "specialist-add3",
-        {"specialist": SPECIALIST | TIS, "rollout": {"schedule": "ahead"}},
-    ),
-    "async": (
-        "merge",
-        {"distill": MERGE | {"steps": 4}, "rollout": {"schedule": "async", "max_ahead": 2}},
-    ),
+    "ahead": ("specialist-add3", {"specialist": SPECIALIST | TIS, "rollout": {"schedule": "ahead"}}),
+    "async": ("merge", {"distill": MERGE | {"steps": 4}, "rollout": {"schedule": "async", "max_ahead": 2}}),
     "adapters": ("merge", ADAPTERS | {"rollout": SHARDED}),
     "adapters, megatron": ("merge", ADAPTERS | MEGATRON),
     "adapters, megatron, cut engine": ("merge", ADAPTERS | MEGATRON | {"rollout": SHARDED}),

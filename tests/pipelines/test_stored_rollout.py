@@ -148,10 +148,7 @@ def test_the_memory_of_a_rollout_does_not_hold_its_batch(base, tmp_path, monkeyp
     for count in counts:
         out = tmp_path / f"run-{len(peaks)}"
         recipe = recipe_of(base, rollout=GENERATE)
-        with (
-            RunFolder.create(out, recipe) as folder,
-            merging(folder, recipe, PlainEngine(length)) as run,
-        ):
+        with RunFolder.create(out, recipe) as folder, merging(folder, recipe, PlainEngine(length)) as run:
             peaks.append(peak(lambda run=run, count=count: write(run, count)))
             log = run.student.rollouts.logs.tokens  # type: ignore[union-attr]
             assert log.uids() == []

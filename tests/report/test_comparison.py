@@ -80,9 +80,7 @@ def test_nested_settings_are_told_field_by_field_and_specialists_only_where_one_
 
 def test_means_are_taken_over_seeds_and_not_over_settings(several) -> None:
     told = [(0.9, 0, 0.1), (0.6, 0, 0.2), (0.92, 1, 0.1), (0.7, 0, 0.3), (0.62, 1, 0.2)]
-    runs = Runs.read(
-        several(*(((x, x, x), {"seed": seed, "distill": {"lr": lr}}) for x, seed, lr in told)),
-    )
+    runs = Runs.read(several(*(((x, x, x), {"seed": seed, "distill": {"lr": lr}}) for x, seed, lr in told)))
     assert runs.head("")[6:] == ["mean (sd) of a, c", "mean (sd) of b, e"]
     rows = {row[0]: row[1:] for row in runs.accuracy()}
     assert rows["Merged student"][5:] == ["91.0 (1.4)", "61.0 (1.4)"]

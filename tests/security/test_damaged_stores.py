@@ -20,13 +20,7 @@ from opd.models import hf_folder
 from opd.storage import sample_lot
 from opd.storage.blobs import KEY_BYTES, encode_header
 from opd.storage.files import read_object
-from opd.storage.framed_log import (
-    END,
-    FileHeader,
-    file_name,
-    frame_header,
-    salt_of,
-)
+from opd.storage.framed_log import END, FileHeader, file_name, frame_header, salt_of
 from opd.storage.logged_choices import encode_choices
 from opd.storage.node_cache import CacheRecord, NodeCache
 from opd.storage.sample_lot import EVERY_FIELD, EXPERT_CHOICES, ReadCounters, SampleLot, SampleRecord

@@ -63,10 +63,7 @@ def test_a_hub_that_fails_for_a_moment_is_asked_again(hub, folder):
 
 @pytest.mark.parametrize(
     ("path", "status", "sentence"),
-    [
-        ("/api/repos/create", 503, "try again later"),
-        ("/commit/", 403, "check the token in HF_TOKEN"),
-    ],
+    [("/api/repos/create", 503, "try again later"), ("/commit/", 403, "check the token in HF_TOKEN")],
 )
 def test_a_hub_that_refuses_is_one_sentence(hub, folder, capsys, path, status, sentence):
     hub.proxy.inject("status", times=99, status=status, method="POST", path=path)

@@ -49,10 +49,7 @@ def test_from_names_on_the_hub_to_a_merge_and_on_from_its_commits(hub, recipe, t
     asked = {
         "model.path": {"asked": "org/tiny", "commit": commits["org/tiny"]},
         "teachers.a.path": {"asked": "org/teacher@v1", "commit": commits["org/teacher"]},
-        "domains.a.source": {
-            "asked": "hf://datasets/org/set/train.jsonl",
-            "commit": commits["org/set"],
-        },
+        "domains.a.source": {"asked": "hf://datasets/org/set/train.jsonl", "commit": commits["org/set"]},
     }
     assert inputs["hub"] == asked == json.loads((out / "results.json").read_text())["hub"]
     assert inputs["given"]["model.path"]["model.safetensors"]

@@ -146,12 +146,7 @@ def test_a_merge_starts_its_vllm_teacher_and_ends_it(vllm_models, tmp_path, loss
             servers={"own": group} if server else {},
             teachers={"sort": {"path": str(vllm_models["a"])} | own, "add3": {"path": str(vllm_models["a"])}},
             rollout={"max_new_tokens": 5, "max_sequence": 32},
-            distill={
-                "steps": 2,
-                "prompts_per_domain": 4,
-                "loss": loss,
-                "teachers": "local",
-            },
+            distill={"steps": 2, "prompts_per_domain": 4, "loss": loss, "teachers": "local"},
             baselines={"methods": []},
             evaluation={"prompts_per_domain": 4},
         )

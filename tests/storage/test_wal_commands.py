@@ -34,12 +34,7 @@ def log(tmp_path):
 def test_inspect_and_verify_a_whole_log(log, capsys):
     assert main(["wal", "inspect", str(log)]) == 0
     printed = capsys.readouterr().out
-    for part in (
-        "2, 1 completed, 1 pending",
-        "tokens    7",
-        "versions 4 to 6",
-        "closed by",
-    ):
+    for part in ("2, 1 completed, 1 pending", "tokens    7", "versions 4 to 6", "closed by"):
         assert part in printed
     assert main(["wal", "verify", str(log)]) == 0
     assert "2 requests, 7 tokens; whole, and closed by its writer" in capsys.readouterr().out
