@@ -4,7 +4,7 @@ import json
 
 import pytest
 from attempts import digests, killed_run
-from recipes import tiny_recipe, write_recipe
+from recipes import episode_settings, tiny_recipe, write_recipe
 from test_samples_on_disk import outcome
 
 from opd.errors import ConfigError
@@ -20,19 +20,7 @@ BRANCHING = {"type": "agent", "params": {"run": "agents:branching"}}
 
 def settings(**environment) -> dict:
     """One domain of agents and one of single answers."""
-    given = tiny_recipe()
-    domains = {name: one.model_dump(mode="json", exclude_none=True) for name, one in given.domains.items()}
-    domains["sort"]["environment"] = AGENT | environment
-    return {
-        "model": {"config": {**given.model.config, "max_position_embeddings": 64}},
-        "domains": domains,
-        "base": {"steps": 100, "batch_size": 64, "right": 0.7, "wrong_rule": 0.2, "optim": {"lr": 0.01}},
-        "rollout": {"max_new_tokens": 12, "max_sequence": 32},
-        "specialist": {"steps": 2, "prompts_per_step": 4, "group_size": 2, "checkpoint_every": 1},
-        "distill": {"steps": 2, "prompts_per_domain": 4, "checkpoint_every": 1},
-        "baselines": {"methods": []},
-        "evaluation": {"prompts_per_domain": 6},
-    }
+    return episode_settings(AGENT | environment)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import tiny
+import tiny_types
 import torch
 
 from opd.errors import ModelError
@@ -204,12 +205,4 @@ def test_angles_that_depend_on_the_company_bound_a_sequence():
     limit = positions_of(model.config)
     assert limit == 16
     assert positions_of(tiny.model().config) == 64
-    ids = torch.arange(60) % model.vocab_size
-
-    def beside(length: int) -> torch.Tensor:
-        positions = torch.cat([torch.arange(8), torch.arange(length)])
-        with torch.no_grad():
-            return model.hidden(ids[: 8 + length], positions, [0, 8, 8 + length])[:8]
-
-    torch.testing.assert_close(beside(limit), beside(1))
-    assert (beside(limit + 1) - beside(1)).abs().max() > 0.01
+    tiny_types.assert_angles_change_behind(model, limit)

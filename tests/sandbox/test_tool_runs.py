@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from full import FULL
-from recipes import tiny_recipe, write_recipe
+from recipes import episode_settings, tiny_recipe, write_recipe
 
 from opd.config import Recipe
 from opd.environments.trajectory import read_trajectories
@@ -21,20 +21,12 @@ from opd.pipelines.run import run_stage
 
 def settings(**params) -> dict:
     """One domain of episodes with a shell, and one of single answers."""
-    domains = {
-        name: config.model_dump(mode="json", exclude_none=True)
-        for name, config in tiny_recipe().domains.items()
-    }
-    domains["sort"]["environment"] = {"type": "spoken:Spoken", "params": params, "turn_tokens": 3}
-    return {
-        "model": {"config": {**tiny_recipe().model.config, "max_position_embeddings": 64}},
-        "domains": domains,
-        "base": {"steps": 20, "batch_size": 32, "right": 0.7, "wrong_rule": 0.2, "optim": {"lr": 0.01}},
-        "rollout": {"max_new_tokens": 12, "max_sequence": 32, "log": {"keep": 5}},
-        "specialist": {"steps": 2, "prompts_per_step": 3, "group_size": 2, "checkpoint_every": 1},
-        "baselines": {"methods": []},
-        "evaluation": {"prompts_per_domain": 2},
-    }
+    settings = episode_settings({"type": "spoken:Spoken", "params": params, "turn_tokens": 3})
+    settings.pop("distill")
+    settings["base"] |= {"steps": 20, "batch_size": 32}
+    settings["rollout"] |= {"log": {"keep": 5}}
+    settings["specialist"] |= {"prompts_per_step": 3}
+    return settings | {"evaluation": {"prompts_per_domain": 2}}
 
 
 def weights(out: Path) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 from cached_rows import file_of
+from hostile import at
 
 from opd.errors import OpdError
 from opd.metrics import read_metrics
@@ -302,13 +303,7 @@ TEXTS = [
 
 
 def put(*path: Any, to: Any) -> Change:
-    def change(header: dict[str, Any], data: bytearray) -> None:
-        place = header
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = to
-
-    return change
+    return lambda header, data: at(*path, to=to)(header)
 
 
 def overwritten(place: int, value: bytes) -> Change:
