@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from attempts import digests, killed_run
+from attempts import digests, killed_run, run_only
 from recipes import episode_settings, tiny_recipe, write_recipe
 from test_samples_on_disk import outcome
 
@@ -11,7 +11,7 @@ from opd.errors import ConfigError
 from opd.pipelines.check.examine import run_checks
 from opd.pipelines.records.inputs import user_code
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_pipeline, run_stage
+from opd.pipelines.run import run_pipeline
 
 pytest.importorskip("aiohttp")
 AGENT = {"type": "agent", "params": {"run": "agents:plain", "turns": 2}}
@@ -27,8 +27,7 @@ def settings(**environment) -> dict:
 def test_a_specialist_on_disk_learns_of_branches_what_it_does_in_memory(tmp_path):
     made = {"base": {"steps": 2, "batch_size": 8}, "specialist": settings()["specialist"] | {"steps": 2}}
     recipe = tiny_recipe(**settings(**BRANCHING) | made)
-    with RunFolder.create(tmp_path / "base", recipe) as folder:
-        run_stage(recipe, folder, "base")
+    run_only(recipe, tmp_path / "base", "base")
     own = settings(**BRANCHING) | made | {"base": None}
     own["model"] = {"path": str(tmp_path / "base" / "base")}
     found = []

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from attempts import run_only
 from recipes import folder_recipe
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -23,8 +24,6 @@ from opd.models.token_ids import appended_ids, encode_text, id_count
 from opd.models.tokenizers import stops_of
 from opd.pipelines.check.examine import run_checks
 from opd.pipelines.commands.sample import SampleOptions, Speaker
-from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
 from opd.pipelines.stages.student import load_model, sampling_params, tell_remarks
 from opd.rollout.prompts import Prompt, encode_prompt
 
@@ -213,8 +212,7 @@ def test_what_a_run_was_told_is_in_what_it_makes(own, folder, tmp_path, caplog):
         "stop": ["98"],
     }
     given = folder_recipe(folder, **told)
-    with RunFolder.create(tmp_path / "run", given) as run:
-        run_stage(given, run, "merge")
+    run_only(given, tmp_path / "run", "merge")
     tell_remarks(given)
     assert caplog.text.count("asks for repetition_penalty 1.3") == 1
     merged = tmp_path / "run" / "merged"

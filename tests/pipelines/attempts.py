@@ -21,6 +21,12 @@ from opd.pipelines.run import run_stage
 from opd.pipelines.stages.checkpoint_saver import CheckpointSaver
 
 
+def run_only(recipe: Recipe, out: Path, stage: str) -> None:
+    """A run in `out`, of one stage."""
+    with RunFolder.create(out, recipe) as folder:
+        run_stage(recipe, folder, stage)
+
+
 def merged(
     recipe: Recipe, out: Path, how=RunFolder.create, weights: str = "model.safetensors"
 ) -> tuple[dict[str, Tensor], list[dict]]:
@@ -53,8 +59,7 @@ class StoppedError(Exception):
 
 def made_base(path: Path, recipe: Recipe) -> Path:
     """The folder of the base of a run at `path`: warmed up as `recipe` says, or made from noise."""
-    with RunFolder.create(path, recipe) as folder:
-        run_stage(recipe, folder, "base")
+    run_only(recipe, path, "base")
     return path / "base"
 
 

@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from attempts import run_only
 from recipes import tiny_recipe
 
 from opd.config import Recipe
 from opd.metrics import MemoryMeter, PhaseTimer, read_metrics
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report.figures import KINDS, memory_per_phase
 from opd.pipelines.report.load import load_run
 from opd.pipelines.report.page import render_report
-from opd.pipelines.run import run_stage
 from opd.pipelines.stages.loop import step_costs
 
 PHASES = ("rollout", "score", "train", "sync")
@@ -36,8 +35,7 @@ def recipe_of(models: Path, **changes: Any) -> Recipe:
 
 def run(path: Path, recipe: Recipe, stage: str = "merge") -> list[dict[str, Any]]:
     """The metrics of a stage that has run."""
-    with RunFolder.create(path, recipe) as folder:
-        run_stage(recipe, folder, stage)
+    run_only(recipe, path, stage)
     return read_metrics(path / "stages" / stage / "metrics.jsonl")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attempts import run_only
 from by_calls import ByCalls
 from recipes import tiny_recipe
 
@@ -78,8 +79,7 @@ def base(tmp_path_factory) -> Path:
     recipe = tiny_recipe(base=warmup)
     assert recipe.model.config is not None
     recipe.model.config["max_position_embeddings"] = GENERATE["max_sequence"]
-    with RunFolder.create(path, recipe) as folder:
-        run_stage(recipe, folder, "base")
+    run_only(recipe, path, "base")
     teacher = CausalLM.from_pretrained(path / "base")
     with torch.no_grad():
         for parameter in teacher.module.parameters():

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from attempts import run_only
 from full import FULL
 from recipes import episode_settings, tiny_recipe, write_recipe
 
@@ -15,8 +16,6 @@ from opd.config import Recipe
 from opd.environments.trajectory import read_trajectories
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.cli import main
-from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
 
 
 def settings(**params) -> dict:
@@ -37,8 +36,7 @@ def weights(out: Path) -> str:
 def finished(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("tools") / "run"
     recipe: Recipe = tiny_recipe(**settings())
-    with RunFolder.create(out, recipe) as folder:
-        run_stage(recipe, folder, "specialist-sort")
+    run_only(recipe, out, "specialist-sort")
     assert not (out / "stages/specialist-sort/episodes").exists()
     return out
 
