@@ -8,7 +8,7 @@ import gc
 import inspect
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +205,19 @@ def reports(request: pytest.FixtureRequest) -> Iterator[None]:
         if run is not None and request.node.get_closest_marker("reports") is None:
             patch.setattr(run, "write_report", lambda folder: folder / "report.html")
         yield
+
+
+@pytest.fixture
+def ends(capsys: pytest.CaptureFixture[str]) -> Callable[[int, list[str]], Any]:
+    """`ends(status, words)`: runs a command that must end with this status; returns what it printed."""
+
+    def run(status: int, words: list[str]) -> Any:
+        from opd.pipelines.cli import main
+
+        assert main(words) == status
+        return capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -614,10 +614,9 @@ def test_a_change_survives_a_kill_between_its_two_files(tmp_path: Path):
         RunFolder.resume(path, lower, AcceptedChanges(settings=True))
 
 
-def test_an_evaluation_without_a_run_leaves_no_folder(tmp_path, capsys):
+def test_an_evaluation_without_a_run_leaves_no_folder(tmp_path, ends):
     recipe = write_recipe(tmp_path / "recipe.yaml")
-    assert main(["evaluate", str(recipe), "--out", str(tmp_path / "new")]) == 2
-    said = capsys.readouterr().err
+    said = ends(2, ["evaluate", str(recipe), "--out", str(tmp_path / "new")]).err
     assert "there is no run in" in said
     assert "`opd run` makes and measures them" in said
     assert not (tmp_path / "new").exists()

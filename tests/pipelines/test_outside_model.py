@@ -170,13 +170,12 @@ def test_it_goes_through_at_the_first_try(family: str, tmp_path: Path, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("family", UNSTREAMED)
 def test_what_cannot_be_streamed_is_told_before_specialists_are_trained(
-    family: str, tmp_path: Path, monkeypatch, capsys
+    family: str, tmp_path: Path, monkeypatch, ends
 ) -> None:
     publish(tmp_path / "model", family)
     write_job(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "recipe.yaml", "--out", "run"]) == 2
-    told = " ".join(capsys.readouterr().err.split())
+    told = " ".join(ends(2, ["run", "recipe.yaml", "--out", "run"]).err.split())
     assert "teacher short, loud" in told
     assert "cannot be streamed" in told
     assert "set distill.teachers to local" in told

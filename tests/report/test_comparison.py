@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from opd.errors import ConfigError, RunFolderError
-from opd.pipelines.cli import main
 from opd.pipelines.report.comparison import Runs, compare_runs
 
 from .conftest import SAMPLED, RunMaker, results
@@ -140,11 +139,10 @@ def test_nothing_but_a_page_is_written_over(several, tmp_path: Path) -> None:
     assert (tmp_path / "recipe.yaml").read_text() == "name: mine"
 
 
-def test_the_command_prints_a_table_and_writes_a_page(several, tmp_path: Path, capsys) -> None:
+def test_the_command_prints_a_table_and_writes_a_page(several, tmp_path: Path, ends) -> None:
     folders = several(((0.9, 0.9, 0.9), {}), ((0.6, 0.6, 0.6), {"seed": 1, "note": "<script>"}))
     page = tmp_path / "page.html"
-    assert main(["compare", *map(str, folders), "--out", str(page)]) == 0
-    said = capsys.readouterr().out
+    said = ends(0, ["compare", *map(str, folders), "--out", str(page)]).out
     assert "Merged student" in said
     assert said.rstrip().endswith(f"page  {page}")
     html = page.read_text()

@@ -47,13 +47,11 @@ def undisturbed(finished) -> str:
 
 
 @pytest.mark.slow
-def test_the_newest_episodes_stay_to_be_shown_and_replayed(finished, capsys):
-    assert main(["trajectory", "show", str(finished)]) == 0
-    told = capsys.readouterr().out
+def test_the_newest_episodes_stay_to_be_shown_and_replayed(finished, capsys, ends):
+    told = ends(0, ["trajectory", "show", str(finished)]).out
     assert "episodes  5, 10 commands" in told
     uid = re.findall(r"^  (\S+): 2 steps, 2 commands", told, re.MULTILINE)[-1]
-    assert main(["trajectory", "show", str(finished), "--episode", uid]) == 0
-    assert "cksum" in capsys.readouterr().out
+    assert "cksum" in ends(0, ["trajectory", "show", str(finished), "--episode", uid]).out
     assert main(["trajectory", "replay", str(finished), "--episode", uid]) == 0
     assert "2 commands run again, all as before" in capsys.readouterr().out
 
