@@ -1,7 +1,5 @@
 """An engine for tests, written as a generator over the requests that were submitted together."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence

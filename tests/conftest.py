@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import gc
+import inspect
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ import left_over
 import pytest
 import torch
 from hypothesis import settings
+from watched import without_waiting
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
@@ -115,6 +118,16 @@ def pytest_runtestloop() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine has an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
+
 def is_called(item: pytest.Item, config: pytest.Config) -> bool:
     """Whether an argument with `::` names the test, its class or its function."""
     own = item.nodeid.partition("::")[2]
@@ -193,6 +206,22 @@ def reports(request: pytest.FixtureRequest) -> Iterator[None]:
         if run is not None and request.node.get_closest_marker("reports") is None:
             patch.setattr(run, "write_report", lambda folder: folder / "report.html")
         yield
+
+
+@pytest.fixture
+def ends(capsys: pytest.CaptureFixture[str]) -> Callable[[int, list[str]], Any]:
+    """`ends(status, words)`: runs a command that must end with this status; returns what it printed, without
+    lines about waiting.
+    """
+
+    def run(status: int, words: list[str]) -> Any:
+        from opd.pipelines.cli import main
+
+        assert main(words) == status
+        printed = capsys.readouterr()
+        return printed._replace(err=without_waiting(printed.err))
+
+    return run
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ session. A small process waits for the run's end and then kills those that still
 has none: it ends what runs in its sandbox and then itself, within a minute.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Programs of the examples as modules, for tests of what they compute."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 experts that a plain forward chooses.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import numpy as np

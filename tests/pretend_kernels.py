@@ -1,7 +1,5 @@
 """What stands in for the kernels of a GPU that is not there: attention, and Triton's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Several processes of one group, for tests of what ranks do together."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

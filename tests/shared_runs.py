@@ -1,7 +1,5 @@
 """Runs that are made once for all processes of the tests, and runs that go on from what they have made."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -2,8 +2,6 @@
 environment says which.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a test's own process has told the disk to keep."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Tiny real models and samples that several test folders use."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from pathlib import Path
@@ -11,7 +9,9 @@ import numpy as np
 import torch
 
 from opd.config import BatchConfig, OptimConfig
+from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
+from opd.models.routing import ExpertRouting
 from opd.models.tokenizers import character_tokenizer
 from opd.train.backend import TrainingSettings
 from opd.train.teacher_views import TeacherView
@@ -79,6 +79,12 @@ def assert_learnt_alike(ours, theirs, start, share: float = 1e-2) -> None:
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) <= share * moved
 
 
+def assert_equal(ours: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    """Require the same weights, bit for bit."""
+    assert ours.keys() == others.keys()
+    assert all(torch.equal(ours[name], others[name]) for name in ours)
+
+
 def samples(
     lengths: list[tuple[int, int]], *, teachers: list[str] | None = None, seed: int = 0
 ) -> list[Sample]:
@@ -113,3 +119,22 @@ def draw_masks(samples: list[Sample], every: bool = False) -> None:
         masks[-1] = masks[-1] if every else []
         counts = [len(mask) for mask in masks]
         sample.sampling_masks = np.array([*counts, *(one for mask in masks for one in mask)], np.int32)
+
+
+def draw_choices(routing: ExpertRouting | None, samples: list[Sample], short: int = 1, seed: int = 3) -> None:
+    """Give `samples` choices of experts that no router made, of all positions but the last `short` ones."""
+    assert routing is not None
+    rng = np.random.default_rng(seed)
+    for sample in samples:
+        scores = rng.random((len(sample.token_ids) - short, routing.layers, routing.experts))
+        sample.expert_choices = scores.argsort(-1)[..., : routing.per_token].astype(np.uint8)
+
+
+def random_teacher(micro: MicroBatch, width: int) -> list[TeacherView]:
+    """A random teacher whose hidden states are a function of the sample."""
+    rows = [
+        torch.randn(len(s.response_ids), width, generator=torch.Generator().manual_seed(int(s.uid[1:])))
+        for s in micro.samples
+    ]
+    weight = torch.randn(len(tokenizer()), width, generator=torch.Generator().manual_seed(99))
+    return [TeacherView(micro.samples[0].teacher, 1.0, torch.cat(rows), Head(weight))]

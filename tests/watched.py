@@ -1,7 +1,5 @@
 """What a test waits for, and what it sees of processes: whether one lives, and how much memory it takes."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

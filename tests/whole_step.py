@@ -1,7 +1,5 @@
 """What the functions of one sample make of a whole step, for tests that look at all of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

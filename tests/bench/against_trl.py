@@ -13,8 +13,6 @@ their steps: all processor seconds of the process and its children. The first ca
 DIR by pip, with the PyTorch and transformers of this one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ is not run again. Accuracy is of sampled answers to the held-out prompts, as mea
 difference is to `in turn` with the same seed; its standard error is over the seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

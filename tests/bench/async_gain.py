@@ -12,8 +12,6 @@ engine, trainer   share of the time in which it was at work (the rest it waited)
                   in which its thread had a processor: between them it waited for the interpreter or a core.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 python tests/bench/async_plot.py RESULTS.json FIGURE.png
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When engine and learner were at work, and for how many processor seconds: for `async_gain.py`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ lengths. The teachers agree with the student about lengths and prefer some digit
 has to learn.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

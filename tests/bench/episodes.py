@@ -17,8 +17,6 @@ that neither the first reset nor the last answer counts), and the memory of the 
 middle. Alone on the machine, or it measures others, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -13,8 +13,6 @@ that lengths are as uneven as a policy's are: about geometric with the vocabular
 `--new`.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

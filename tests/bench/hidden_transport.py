@@ -9,8 +9,6 @@ prompt. Counted are bytes that reach the client, its seconds and the processor's
 memory that the server's processes had meanwhile.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

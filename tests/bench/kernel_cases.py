@@ -1,7 +1,5 @@
 """What `kernels.py` compares: one function per way to get the reverse KL and its gradients."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable
@@ -72,11 +70,7 @@ def naive_loss(
 def full_logits(inputs: Inputs, function: Callable[..., Tensor] = naive_loss) -> float:
     """`naive_loss`, or the same compiled."""
     loss = function(
-        inputs.student,
-        inputs.student_weight,
-        inputs.teacher,
-        inputs.teacher_weight,
-        inputs.token_weight,
+        inputs.student, inputs.student_weight, inputs.teacher, inputs.teacher_weight, inputs.token_weight
     )
     loss.backward()
     return loss.item()

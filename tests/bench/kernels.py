@@ -13,8 +13,6 @@ needs. The error is that of the loss, relative to float64 on the same inputs. Co
 other work keeps the cores busy. THP_MEM_ALLOC_ENABLE=1 makes PyTorch ask Linux for huge pages.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ killed or has closed it. Each flip is of one random bit of a fresh copy, read by
     died        the reading process was ended by a signal
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -106,11 +104,7 @@ def checked(found: list[tuple[int, bytes]]) -> int:
     return len(found)
 
 
-LOGS = {
-    "log": (write_wal, read_wal),
-    "sqlite": (write_sqlite, read_sqlite),
-    "lmdb": (write_lmdb, read_lmdb),
-}
+LOGS = {"log": (write_wal, read_wal), "sqlite": (write_sqlite, read_sqlite), "lmdb": (write_lmdb, read_lmdb)}
 
 
 def flipped(folder: Path, name: str, rng: random.Random) -> str:

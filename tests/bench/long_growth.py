@@ -17,8 +17,6 @@ nature (attention) is not in here. Seconds are the best of the rounds; beside th
 has the one of each round.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

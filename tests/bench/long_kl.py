@@ -7,8 +7,6 @@ turns so that other work on the machine disturbs all alike. The exponent is the 
 through (log n, log seconds): 1 is linear. Width and vocabulary are small, so that a run takes about a minute.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -41,10 +39,7 @@ def seconds_of(student: torch.Tensor, teacher: torch.Tensor, heads: tuple[Head, 
     wall, processor = time.perf_counter(), time.process_time()
     values = linear_kl(student, heads[0], teacher, heads[1], weight=weight, chunk=chunk)
     (values @ weight).backward()
-    return {
-        "seconds": time.perf_counter() - wall,
-        "processor_seconds": time.process_time() - processor,
-    }
+    return {"seconds": time.perf_counter() - wall, "processor_seconds": time.process_time() - processor}
 
 
 def measure(rounds: int, chunk: int) -> dict[int, dict[str, float]]:

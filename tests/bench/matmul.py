@@ -7,8 +7,6 @@ Processor time of one thread, the best of several, the cases in turn; ratios bel
 bfloat16 the widened products'.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

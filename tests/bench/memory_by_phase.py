@@ -7,8 +7,6 @@ thread in a process of its own. By phase: the most that a step's metrics say was
 process: `VmHWM`. Runs of two lengths tell a step's processor time.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -73,12 +71,7 @@ def measured(folder: Path, case: str) -> dict[str, Any]:
     held = {phase: max((of_phase(row, phase) for row in rows), key=total) for phase in PHASES}
     largest = max(total(found) for found in held.values())
     step = (took[1] - took[0]) / (STEPS[1] - STEPS[0])
-    return {
-        "phases": held,
-        "largest_mib": largest / MIB,
-        "peak_mib": peak,
-        "seconds_a_step": step,
-    }
+    return {"phases": held, "largest_mib": largest / MIB, "peak_mib": peak, "seconds_a_step": step}
 
 
 def of_phase(row: dict[str, Any], phase: str) -> dict[str, int]:

@@ -19,8 +19,6 @@ teachers, and with a pass for each. Of the quick start's student and one of 3 M 
 have learnt nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

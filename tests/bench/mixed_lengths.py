@@ -10,8 +10,6 @@ most), and positions read for each that is held. By the clock: alone on the mach
 too.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -10,8 +10,6 @@ one durable transaction each, without an order of use, quota or leases; `LMDB va
 database. Best round of each. A folder in memory shows the work without the disk.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -12,8 +12,6 @@ Everything is counted, nothing is timed, so one round is enough and load does no
 that may be decoded beside the others: as many as are in flight at the beginning of a step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

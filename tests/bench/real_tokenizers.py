@@ -7,8 +7,6 @@ Nothing of the packages is imported but `sentencepiece`. Every tokenizer is writ
 and loaded as a run loads it. Random texts go to all pairs in turn, texts of the repository to each pair.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import gzip

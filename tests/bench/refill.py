@@ -6,8 +6,6 @@ Two tasks, a base of a few seconds that is right now and then, and the same numb
 the arm that refills takes fewer steps. Both start from the same weights. Nothing here is timed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

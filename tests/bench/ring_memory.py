@@ -8,8 +8,6 @@ rank: by how much the peak resident set of a rank grows from the shorter to the 
 token of the whole sequence. What is there before, the libraries and the model, does not grow.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -10,8 +10,6 @@ requests. A small model is the hard case: the log's work per token is the same f
 counts the processor time of this thread, which leaves out waits and what other processes take.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

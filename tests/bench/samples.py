@@ -8,8 +8,6 @@ memory  samples of 1,000,000 tokens, two a mini-batch, as torch.save files that 
 table   samples without tokens, a thousand a lot: seconds to write, open, filter, shuffle, plan.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ small ones and have few layers, and all of it shares one machine's processors, w
 takes the student's too. The first step, in which servers are proved and kernels are chosen, is left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -10,8 +10,6 @@ files are in the page cache, so reading is taken as free. Medians over the steps
 and of these over rounds of all merges.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

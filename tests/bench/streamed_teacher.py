@@ -10,8 +10,6 @@ model's pass while another process reads the same units over the same link for n
 reader and model take from one another where they share cores, without any overlap of ours. Best of rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -8,8 +8,6 @@ RUN is a finished run of the quick start: its base and specialists are what is m
 settings each time; results of other back ends that FILE holds already are kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

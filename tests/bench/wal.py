@@ -9,8 +9,6 @@ records and does nothing but `write` and `fdatasync`, on a file that grows; `bar
 that it puts a MiB ahead, as the log does: then a sync has no new size of the file to write.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

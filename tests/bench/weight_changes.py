@@ -8,8 +8,6 @@ and 0.99, no decay, a gradient's norm of 1 at most), weights and moments in floa
 bfloat16 are compared with those before, as a push does. What is told is of the second half of the steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -8,8 +8,6 @@ hashes what is sent, copies it and hashes what the engine holds then, without an
 decoder makes anew for its products.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ same bytes and over the rank's share of every tensor of the unsharded file, and,
 and runai-model-streamer where it is installed. Server and client share the machine's cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

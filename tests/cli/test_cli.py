@@ -29,19 +29,17 @@ def recipe(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_dry_run_prints_the_resolved_recipe_and_writes_nothing(recipe, tmp_path, capsys):
+def test_dry_run_prints_the_resolved_recipe_and_writes_nothing(recipe, tmp_path, ends):
     out = tmp_path / "run"
-    assert main(["run", recipe, "--distill.lr", "3e-5", "--dry-run", "--out", str(out), "--seed=4"]) == 0
-    printed = capsys.readouterr().out
+    printed = ends(0, ["run", recipe, "--distill.lr", "3e-5", "--dry-run", "--out", str(out), "--seed=4"]).out
     (tmp_path / "resolved.yaml").write_text(printed)
     resolved = load_recipe([tmp_path / "resolved.yaml"])
     assert resolved == load_recipe([recipe], ["--distill.lr", "3e-5", "--seed", "4"])
     assert not out.exists()
 
 
-def test_options_before_the_recipe_do_not_swallow_it(recipe, capsys):
-    assert main(["run", "--dry-run", "--distill.steps", "3", recipe]) == 0
-    assert "steps: 3" in capsys.readouterr().out
+def test_options_before_the_recipe_do_not_swallow_it(recipe, ends):
+    assert "steps: 3" in ends(0, ["run", "--dry-run", "--distill.steps", "3", recipe]).out
 
 
 @pytest.mark.parametrize(
@@ -64,10 +62,7 @@ def test_options_before_the_recipe_do_not_swallow_it(recipe, capsys):
             "--ranks: give a whole number from 1 to 1,000,000, not",
         ),
         (["publish", "a", "b", "--shards", "9" * 6000], "--shards: give a number of 1 to 15 digits"),
-        (
-            ["plan", "{recipe}", "--ranks", "0"],
-            "--ranks: give a whole number from 1 to 1,000,000, not '0'",
-        ),
+        (["plan", "{recipe}", "--ranks", "0"], "--ranks: give a whole number from 1 to 1,000,000, not '0'"),
         (["run"], "the following arguments are required: RECIPE; see `opd run --help`"),
         (["rum", "{recipe}"], "invalid choice: 'rum'"),
         (["specialist", "{recipe}", "--domain", "chess"], "it trains sort"),
@@ -89,9 +84,8 @@ def test_options_before_the_recipe_do_not_swallow_it(recipe, capsys):
         (["report", ".", "--seed", "1"], "takes a run folder and no settings"),
     ],
 )
-def test_a_users_error_is_one_line_and_status_2(recipe, words, part, capsys):
-    assert main([word.format(recipe=recipe) for word in words]) == 2
-    captured = capsys.readouterr()
+def test_a_users_error_is_one_line_and_status_2(recipe, words, part, ends):
+    captured = ends(2, [word.format(recipe=recipe) for word in words])
     assert captured.out == ""
     assert without_waiting(captured.err).startswith("opd: error: ")
     assert without_waiting(captured.err).count("\n") == 1
@@ -122,9 +116,8 @@ HEAVY = (
 """Of these alone the first four take seconds to import."""
 
 
-def test_examples_are_listed_and_printed_and_can_be_loaded(capsys, tmp_path):
-    assert main(["example"]) == 0
-    *listed, _ = capsys.readouterr().out.splitlines()
+def test_examples_are_listed_and_printed_and_can_be_loaded(capsys, ends, tmp_path):
+    *listed, _ = ends(0, ["example"]).out.splitlines()
     names = [line.split()[0] for line in listed]
     assert {"quickstart", "merge", "lora", "specialist", "served"} <= set(names)
     for name in names:
@@ -132,11 +125,10 @@ def test_examples_are_listed_and_printed_and_can_be_loaded(capsys, tmp_path):
         path = tmp_path / f"{name}.yaml"
         path.write_text(capsys.readouterr().out)
         assert load_recipe([path]).domains, name
-    assert main(["example", "nosuch"]) == 2
-    assert "choose from" in capsys.readouterr().err
+    assert "choose from" in ends(2, ["example", "nosuch"]).err
 
 
-def test_help_lists_sections_a_section_or_every_field(capsys):
+def test_help_lists_sections_a_section_or_every_field(capsys, ends):
     def lines(*words: str) -> list[str]:
         assert main([*words]) == 0
         return capsys.readouterr().out.splitlines()
@@ -153,8 +145,7 @@ def test_help_lists_sections_a_section_or_every_field(capsys):
     assert any(line.startswith("  --distill.loss.kind") for line in lines("plan", "--help=distill.loss"))
     assert {line for line in section if line.startswith("  --")} < set(everything)
     assert len(everything) > 2000
-    assert main(["run", "--help", "distill.tachers"]) == 2
-    assert "did you mean distill.teachers?" in capsys.readouterr().err
+    assert "did you mean distill.teachers?" in ends(2, ["run", "--help", "distill.tachers"]).err
 
 
 @pytest.mark.parametrize("words", [["--help"], ["examples/quickstart/recipe.yaml", "--dry-run"]])

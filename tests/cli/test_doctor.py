@@ -852,13 +852,12 @@ def test_the_table_and_the_exit_status(student, tmp_path):
     assert (status, str(tmp_path / "none") in text) == (2, True)
 
 
-def test_opd_run_stops_at_the_doctors_errors(student, tmp_path, capsys):
+def test_opd_run_stops_at_the_doctors_errors(student, tmp_path, ends):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"name: demo\nmodel: {{path: {student}}}\ndomains: {{chess: {{source: 'procedural:chess'}}}}\n"
     )
-    assert main(["run", str(recipe), "--out", str(tmp_path / "run")]) == 2
-    assert "opd: error: domain chess: " in capsys.readouterr().err
+    assert "opd: error: domain chess: " in ends(2, ["run", str(recipe), "--out", str(tmp_path / "run")]).err
     assert not (tmp_path / "run").exists()
 
 
@@ -909,7 +908,7 @@ def test_the_doctor_says_of_a_folder_what_a_run_would(student, tmp_path, state, 
 
 
 @pytest.mark.slow
-def test_what_the_doctor_prints_can_be_read_by_programs(student, tmp_path, capsys):
+def test_what_the_doctor_prints_can_be_read_by_programs(student, tmp_path, capsys, ends):
     enough = make_recipe(student, evaluation={"prompts_per_domain": 100})
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(enough.model_dump(mode="json", exclude_none=True)))
@@ -919,14 +918,12 @@ def test_what_the_doctor_prints_can_be_read_by_programs(student, tmp_path, capsy
     memory = next(line["numbers"] for line in lines if line["check"] == "memory")
     parts = {name: size for name, size in memory.items() if name not in ("needed", "free")}
     assert sum(parts.values()) == memory["needed"]
-    assert main(["doctor", str(recipe), "--out", str(tmp_path / "run")]) == 0
-    *plain, last = capsys.readouterr().out.splitlines()
+    *plain, last = ends(0, ["doctor", str(recipe), "--out", str(tmp_path / "run")]).out.splitlines()
     assert [line.split()[0] for line in plain] == [line["level"] for line in lines]
     assert f"ok       run folder: {tmp_path / 'run'}" in plain
     assert last == "0 errors, 0 warnings"
     started(tmp_path / "run", make_recipe(student))
-    assert main(["doctor", str(recipe), "--out", str(tmp_path / "run")]) == 2
-    *again, last = capsys.readouterr().out.splitlines()
+    *again, last = ends(2, ["doctor", str(recipe), "--out", str(tmp_path / "run")]).out.splitlines()
     assert last == "1 error, 0 warnings"
     assert "error    run folder: " in again[0]
     made = [[line.split(":")[0].split(maxsplit=1)[1] for line in lines] for lines in (plain, again)]
@@ -993,7 +990,7 @@ def test_a_published_teacher_that_is_gone_is_found_by_the_doctor(student, tmp_pa
 
 
 def test_a_reward_that_goes_elsewhere_and_closes_the_output_hinders_nothing(
-    student, tmp_path, monkeypatch, capsys
+    student, tmp_path, monkeypatch, ends
 ):
     """The models are loaded after the first reward was called, and by then from another folder."""
     shutil.copytree(student, tmp_path / "model")
@@ -1006,8 +1003,7 @@ def test_a_reward_that_goes_elsewhere_and_closes_the_output_hinders_nothing(
         Path("model"), domains={"sort": {"source": "procedural:sort", "reward": "wanders:f"}}
     )
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    assert main(["doctor", "recipe.yaml", "--out", "run"]) == 0
-    said = capsys.readouterr().out
+    said = ends(0, ["doctor", "recipe.yaml", "--out", "run"]).out
     assert "reward sort: 1 for an empty answer" in said
     assert "reward sort, the base: 1 for" in said
     assert "0 errors" in said

@@ -1,7 +1,5 @@
 """A dry run refuses what the folders of its models rule out, in the sentence of the doctor and of the run."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -185,11 +183,10 @@ def test_a_specialist_that_is_to_be_streamed_is_of_the_students_form(model, tmp_
     check_words(path, "cannot be streamed", capsys)
 
 
-def test_a_teacher_is_looked_at_beside_a_student_that_is_elsewhere(model, tmp_path, capsys):
+def test_a_teacher_is_looked_at_beside_a_student_that_is_elsewhere(model, tmp_path, ends):
     student = {"path": "org/name"}
     path = recipe(tmp_path, tmp_path, model("nanochat", tmp_path / "model"), "streamed", model=student)
-    assert main(["run", path, "--dry-run"]) == 2
-    assert "cannot be streamed" in capsys.readouterr().err
+    assert "cannot be streamed" in ends(2, ["run", path, "--dry-run"]).err
 
 
 NAMED = {
@@ -202,10 +199,9 @@ NAMED = {
 """What a recipe names that is not there, beside its models."""
 
 
-def test_what_is_not_there_is_refused_in_the_words_of_the_doctor(model, tmp_path, capsys):
+def test_what_is_not_there_is_refused_in_the_words_of_the_doctor(model, tmp_path, capsys, ends):
     path = recipe(tmp_path, tmp_path / "none", tmp_path / "neither")
-    assert main(["run", path, "--dry-run"]) == 2
-    out, err = capsys.readouterr()
+    out, err = ends(2, ["run", path, "--dry-run"])
     assert out == ""
     nothing = "is not a folder: nothing is there; check the path."
     said = [f"student: model.path: {tmp_path}/none {nothing}", f"teacher sort: {tmp_path}/neither {nothing}"]
@@ -217,18 +213,16 @@ def test_what_is_not_there_is_refused_in_the_words_of_the_doctor(model, tmp_path
         said = errors(capsys.readouterr().err, "opd: error:")
         assert said, what
         assert "gone" in " ".join(said), what
-        assert main(["doctor", path]) == 2
-        assert set(said) <= set(errors(capsys.readouterr().out, "error")), what
+        assert set(said) <= set(errors(ends(2, ["doctor", path]).out, "error")), what
 
 
-def test_a_sound_recipe_is_printed_without_reading_weights(model, tmp_path, capsys, monkeypatch):
+def test_a_sound_recipe_is_printed_without_reading_weights(model, tmp_path, ends, monkeypatch):
     def never(*_: Any) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("opd.storage.weight_folder.check_numbers", never)
     folder = model("llama", tmp_path / "model")
     (folder / "checksums.json").write_text(json.dumps({"model.safetensors": "0" * 64}))
-    assert main(["run", recipe(tmp_path, folder, folder), "--dry-run"]) == 0
-    out, err = capsys.readouterr()
+    out, err = ends(0, ["run", recipe(tmp_path, folder, folder), "--dry-run"])
     assert "name: dry" in out
     assert "error" not in err

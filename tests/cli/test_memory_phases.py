@@ -1,7 +1,5 @@
 """What plan and doctor say of the memory of each phase is what a run holds; what does not fit is refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -131,12 +129,7 @@ def test_the_estimate_of_a_phase_is_what_is_held(tmp_path):
 @pytest.mark.parametrize(
     ("offload", "free", "level", "said"),
     [
-        (
-            {},
-            "both",
-            "error",
-            r"does not fit, but at most .* with runtime\.offload \{engine: true, trainer",
-        ),
+        ({}, "both", "error", r"does not fit, but at most .* with runtime\.offload \{engine: true, trainer"),
         (BOTH, "both", "warning", "about"),
         (BOTH, "little", "error", "does not fit, lower batch.max_tokens or .*model, or free some"),
         ({}, "little", "error", "does not fit, lower batch.max_tokens or .*model, or free some"),

@@ -1,7 +1,5 @@
 """`opd plan`: printed from metadata alone, with or without a recipe."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -64,12 +62,11 @@ def test_a_stores_plan_needs_no_recipe_and_no_torch(store: str) -> None:
     assert {rank for rank, _ in listed} == {"0", "1"}
 
 
-def test_ranks_that_share_sequences_are_planned_together(recipe: str, capsys) -> None:
+def test_ranks_that_share_sequences_are_planned_together(recipe: str, capsys, ends) -> None:
     words = ["plan", recipe, "--train.context_parallel", "2"]
     said = {}
     for ranks in (None, "2", "4"):
-        assert main([*words, *([] if ranks is None else ["--ranks", ranks])]) == 0
-        said[ranks] = capsys.readouterr().out
+        said[ranks] = ends(0, [*words, *([] if ranks is None else ["--ranks", ranks])]).out
     assert said[None] == said["2"]
     assert "on 4 ranks, 2 of them for each trajectory" in said["4"]
     assert "of a rank of a stage" in said["4"]
@@ -80,23 +77,20 @@ def test_ranks_that_share_sequences_are_planned_together(recipe: str, capsys) ->
         ("10", "on 4 ranks, 4 of them for each trajectory (train.context"),
         ("1000", "on 4 ranks ("),
     ):
-        assert main([*words, most, "--ranks", "4"]) == 0
-        assert told in capsys.readouterr().out
+        assert told in ends(0, [*words, most, "--ranks", "4"]).out
 
 
 @pytest.mark.parametrize("cut", ["tensor_parallel", "pipeline_parallel"])
-def test_ranks_that_cut_a_student_have_one_batch(recipe: str, cut: str, capsys) -> None:
+def test_ranks_that_cut_a_student_have_one_batch(recipe: str, cut: str, ends) -> None:
     words = ["plan", recipe, "--train.backend", "megatron", f"--train.{cut}", "2", "--ranks"]
     for ranks, first in (("2", {"0"}), ("4", {"0", "1"})):
-        assert main([*words, ranks]) == 0
-        lines = capsys.readouterr().out.splitlines()
+        lines = ends(0, [*words, ranks]).out.splitlines()
         assert lines[0].endswith(f"on {ranks} ranks, 2 of them for each trajectory")
         assert {line.split()[0] for line in lines if line.startswith("             ")} == first
 
 
-def test_a_recipes_step_is_planned_in_the_order_of_teachers(recipe: str, capsys) -> None:
-    assert main(["plan", recipe, "--ranks", "2", "--rollout.max_new_tokens", "50"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_a_recipes_step_is_planned_in_the_order_of_teachers(recipe: str, ends) -> None:
+    lines = ends(0, ["plan", recipe, "--ranks", "2", "--rollout.max_new_tokens", "50"]).out.splitlines()
     assert lines[0] == "plan      one step of demo, responses of 50 tokens: 1 mini-batch of 24 on 2 ranks"
     counts = dict(part.split() for part in lines[2].removeprefix("teachers  ").split(", "))
     assert sum(map(int, counts.values())) == 24
@@ -105,33 +99,30 @@ def test_a_recipes_step_is_planned_in_the_order_of_teachers(recipe: str, capsys)
     assert listed == [["0", "sort,", "reverse"], ["1", "sort,", "reverse"]]
 
 
-def test_a_balancing_loss_keeps_one_teacher_a_micro_batch(recipe: str, capsys) -> None:
+def test_a_balancing_loss_keeps_one_teacher_a_micro_batch(recipe: str, ends) -> None:
     experts = "qwen3_moe, num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32"
     Path(recipe).write_text(RECIPE.replace("llama", experts))
-    assert main(["plan", recipe, "--ranks", "2", "--train.balance_loss", "0.01"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ends(0, ["plan", recipe, "--ranks", "2", "--train.balance_loss", "0.01"]).out.splitlines()
     listed = [line.split()[:2] for line in lines if line.startswith("             ")]
     assert listed == [["0", "sort"], ["0", "reverse"], ["1", "sort"], ["1", "reverse"]]
 
 
-def test_answers_that_teachers_write_first_are_told(recipe: str, capsys) -> None:
+def test_answers_that_teachers_write_first_are_told(recipe: str, capsys, ends) -> None:
     assert main(["plan", recipe, "--distill.prefixes", "teacher", "--distill.steps", "10"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith(
         "answers   all 240 of the 10 steps are written by the teachers before the first"
     )
     words = ["--distill.warm_up.steps", "3", "--distill.mixture", "geometric"]
-    assert main(["plan", recipe, *words]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ends(0, ["plan", recipe, *words]).out.splitlines()
     assert lines[1].startswith("answers   up to 72 of 3 steps are written by foreign teachers, and held in")
 
 
-def test_what_specialists_ask_and_a_stage_holds_is_told(recipe: str, capsys) -> None:
+def test_what_specialists_ask_and_a_stage_holds_is_told(recipe: str, ends) -> None:
     """Beside a step of the merge: answers that are not learnt from, copies and a critic."""
     words = ["--specialist.refill.limit", "4", "--specialist.difficulty.samples", "6"]
     words += ["--evaluation.base_kl_every", "5", "--specialist.steps", "10", "--rollout.max_new_tokens", "50"]
-    assert main(["plan", recipe, *words]) == 0
-    *_, sort, reverse, memory, phases, disk = capsys.readouterr().out.splitlines()
+    *_, sort, reverse, memory, phases, disk = ends(0, ["plan", recipe, *words]).out.splitlines()
     assert sort == reverse.replace("reverse", "sort")
     answers = "10 steps of 64 prompts x 8 answers of at most 50 tokens: 256,000 tokens"
     assert sort == (
@@ -182,16 +173,14 @@ def test_the_fixed_cost_of_a_micro_batch_is_told_and_can_be_set(store: str, caps
     assert seconds[2] < seconds[0] < seconds[1]
 
 
-def test_trajectories_without_tokens_are_planned_too(tmp_path: Path, capsys) -> None:
+def test_trajectories_without_tokens_are_planned_too(tmp_path: Path, ends) -> None:
     with SampleWriter(tmp_path, durable=False) as writer:
         writer.put([(SampleRecord(f"{i}", 0, 0), {}) for i in range(3)])
-    assert main(["plan", "--store", str(tmp_path), "--mini-batch", "2"]) == 0
-    assert "3 trajectories in" in capsys.readouterr().out
+    assert "3 trajectories in" in ends(0, ["plan", "--store", str(tmp_path), "--mini-batch", "2"]).out
 
 
-def test_what_does_not_fit_is_said(store: str, capsys) -> None:
-    assert main(["plan", "--store", store, "--budget-mb", "600"]) == 0
-    out = capsys.readouterr().out
+def test_what_does_not_fit_is_said(store: str, capsys, ends) -> None:
+    out = ends(0, ["plan", "--store", store, "--budget-mb", "600"]).out
     assert "oversize  " in out
     found = re.search(r"(\d+) of (\d+) do not fit the budget even alone: give --budget-mb (\d+)", out)
     assert found
@@ -200,23 +189,20 @@ def test_what_does_not_fit_is_said(store: str, capsys) -> None:
     assert "oversize" not in capsys.readouterr().out, "the number to use is enough"
 
 
-def test_where_nothing_fits_the_numbers_to_use_are_said(store: str, recipe: str, capsys) -> None:
+def test_where_nothing_fits_the_numbers_to_use_are_said(store: str, recipe: str, ends) -> None:
     words = ["plan", recipe, "--store", store, "--distill.batch.max_tokens", "1"]
-    assert main([*words, "--budget-mb", "0.01"]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, [*words, "--budget-mb", "0.01"]).out
     found = re.search(
         r"no trajectory fits .*: give --budget-mb (\d+) and --distill.batch.max_tokens (\d+)", out
     )
     assert found
-    assert main([*words[:-1], found[2], "--budget-mb", found[1]]) == 0
-    assert "oversize" not in capsys.readouterr().out
+    assert "oversize" not in ends(0, [*words[:-1], found[2], "--budget-mb", found[1]]).out
 
 
-def test_no_help_sends_the_reader_into_the_source(capsys) -> None:
+def test_no_help_sends_the_reader_into_the_source(ends) -> None:
     names = [name for name in build_parser()._subparsers._group_actions[0].choices]
     for words in ([], *([name] for name in names)):
-        assert main([*words, "--help"]) == 0
-        said = re.sub(r"DeepSpeed|DeepSeek|TensorBoard|IcePop", "", capsys.readouterr().out)
+        said = re.sub(r"DeepSpeed|DeepSeek|TensorBoard|IcePop", "", ends(0, [*words, "--help"]).out)
         assert not re.search(r"[a-z_]+\.py\b|[A-Z][a-z]+[A-Z][a-z]\w+", said), words
 
 
@@ -237,9 +223,8 @@ BEYOND = [("--ranks", value) for value in ("0", "many", "1.5", "1" * 9)] + [
         *((["--store", "{store}", name, value], f"argument {name}: give a ") for name, value in BEYOND),
     ],
 )
-def test_a_users_error_is_one_line(store: str, words: list[str], part: str, capsys) -> None:
-    assert main(["plan", *(word.format(store=store) for word in words)]) == 2
-    captured = capsys.readouterr()
+def test_a_users_error_is_one_line(store: str, words: list[str], part: str, ends) -> None:
+    captured = ends(2, ["plan", *(word.format(store=store) for word in words)])
     assert captured.out == ""
     assert without_waiting(captured.err).count("\n") == 1
     assert part in captured.err
@@ -247,7 +232,7 @@ def test_a_users_error_is_one_line(store: str, words: list[str], part: str, caps
 
 @pytest.mark.parametrize(("policy", "longest"), [("drop", 8), ("truncate", 26)])
 def test_prompts_without_room_are_dealt_with_as_the_run_does(
-    tmp_path: Path, capsys, policy: str, longest: int
+    tmp_path: Path, ends, policy: str, longest: int
 ) -> None:
     asked = [f"{n:02}" if n % 2 else f"{n:040}" for n in range(20)]
     lines = [json.dumps({"prompt": prompt, "label": "1"}) for prompt in asked]
@@ -256,7 +241,6 @@ def test_prompts_without_room_are_dealt_with_as_the_run_does(
     file = f'{{{place}, reward: "math:sqrt", held_out: 0.5, long_prompts: {policy}, teacher: sort}}'
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("distill:", f"  file: {file}\ndistill:"))
     words = ["--rollout.max_new_tokens", "6", "--rollout.max_sequence", "26"]
-    assert main(["plan", str(tmp_path / "recipe.yaml"), *words]) == 0
-    printed = capsys.readouterr().out
+    printed = ends(0, ["plan", str(tmp_path / "recipe.yaml"), *words]).out
     assert "prompts   file: 10 of 20 prompts are longer than the 20 tokens" in printed
     assert (f" to {longest}, mean" in printed) is (policy == "truncate")

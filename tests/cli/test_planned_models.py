@@ -1,7 +1,5 @@
 """`opd plan` for models, GPUs and clusters that are not here."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -79,17 +77,15 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
     return {line.split()[0]: line for line in lines if line[:1].strip()}
 
 
-def test_a_plan_needs_no_weights_and_no_gpu(recipe: str, tmp_path: Path, capsys) -> None:
+def test_a_plan_needs_no_weights_and_no_gpu(recipe: str, tmp_path: Path, capsys, ends) -> None:
     lines = planned(capsys, recipe, "--train.ranks", "2")
     assert "cuda is not here; reckoned as one of 80.0 GiB" in lines["device"]
     assert "big: " in lines["weights"]
     assert "reckoned from its config.json" in lines["weights"]
     assert "fit" not in lines
-    assert main(["doctor", recipe, "--model.device", "cpu"]) == 2
-    assert "holds neither model.safetensors" in capsys.readouterr().out
+    assert "holds neither model.safetensors" in ends(2, ["doctor", recipe, "--model.device", "cpu"]).out
     (tmp_path / "big" / "model.bin").write_bytes(b"")  # what is here is checked
-    assert main(["plan", recipe]) == 2
-    assert "is a pickle" in capsys.readouterr().err
+    assert "is a pickle" in ends(2, ["plan", recipe]).err
 
 
 def test_the_teachers_bytes_follow_its_format(recipe: str, tmp_path: Path, capsys) -> None:
@@ -164,19 +160,16 @@ def test_latent_attention_is_counted_as_it_is_cached(monkeypatch) -> None:
     assert shape.experts_per_token == 2
 
 
-def test_a_recipe_says_what_a_simulated_cluster_leaves_out(recipe: str, tmp_path: Path, capsys) -> None:
+def test_a_recipe_says_what_a_simulated_cluster_leaves_out(recipe: str, tmp_path: Path, ends) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(CLUSTER))
     words = ["plan", recipe, "--simulate", str(path), "--train.ranks", "2"]
-    assert main(words) == 0
-    shared = capsys.readouterr().out
+    shared = ends(0, words).out
     assert "2 GPUs that take turns; 1 teachers of " in shared
     assert ": 4 responses" in shared
     path.write_text(yaml.safe_dump(CLUSTER | {"work": {"prompts": 12}, "teachers": 10}))
-    assert main(words) == 0
-    assert re.search(r"10 teachers of .*\nstep .*: 12 responses", capsys.readouterr().out)
-    assert main(["plan", "--simulate", str(path)]) == 2  # nothing says what models
-    assert "student" in capsys.readouterr().err
+    assert re.search(r"10 teachers of .*\nstep .*: 12 responses", ends(0, words).out)
+    assert "student" in ends(2, ["plan", "--simulate", str(path)]).err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from watched import without_waiting
 
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import fingerprint
-from opd.pipelines.cli import main
 from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.storage.published import PublishedModel
 
@@ -23,12 +22,10 @@ def checkpoint(tmp_path):
     return tmp_path / "model"
 
 
-def test_the_command_publishes_once(checkpoint, tmp_path, capsys):
+def test_the_command_publishes_once(checkpoint, tmp_path, ends):
     words = ["publish", str(checkpoint), str(tmp_path / "store"), "--shards", "2"]
-    assert main(words) == 0
-    first = capsys.readouterr()
-    assert main(words) == 0
-    second = capsys.readouterr()
+    first = ends(0, words)
+    second = ends(0, words)
     with PublishedModel.open(tmp_path / "store") as model:
         manifest = model.manifest
     assert first.out.startswith(f"{checkpoint} published: {tmp_path / 'store'}/{manifest.version_name}\n")
@@ -37,9 +34,8 @@ def test_the_command_publishes_once(checkpoint, tmp_path, capsys):
     assert second.out.startswith(f"{checkpoint} was published already: ")
 
 
-def test_what_is_published_and_a_runs_folder_are_named_for_what_they_are(checkpoint, tmp_path, capsys):
-    assert main(["publish", str(checkpoint), str(tmp_path / "store")]) == 0
-    capsys.readouterr()
+def test_what_is_published_and_a_runs_folder_are_named_for_what_they_are(checkpoint, tmp_path, ends):
+    ends(0, ["publish", str(checkpoint), str(tmp_path / "store")])
     run = tmp_path / "run"
     run.mkdir()
     for name in ("inputs.json", "config.json"):
@@ -47,12 +43,10 @@ def test_what_is_published_and_a_runs_folder_are_named_for_what_they_are(checkpo
     asked = {"sample": ["--prompt", "1"], "publish": [str(tmp_path / "other")], "push": ["me/mine"]}
     for command, words in asked.items():
         for place, sentence in ((tmp_path / "store", "is a published model"), (run, "it holds no model yet")):
-            assert main([command, str(place), *words]) == 2
-            assert sentence in capsys.readouterr().err
+            assert sentence in ends(2, [command, str(place), *words]).err
     checkpoint.rename(run / "merged")
     for command, words in asked.items():
-        assert main([command, str(run), *words]) == 2
-        assert f"give one of its models, such as {run}/merged" in capsys.readouterr().err
+        assert f"give one of its models, such as {run}/merged" in ends(2, [command, str(run), *words]).err
 
 
 def test_the_manifest_describes_head_tokenizer_and_weights(checkpoint, tmp_path):
@@ -100,14 +94,13 @@ def test_the_manifest_describes_head_tokenizer_and_weights(checkpoint, tmp_path)
         (["publish", "{model}"], "the following arguments are required: URL"),
     ],
 )
-def test_a_users_error_is_one_line_and_status_2(checkpoint, tmp_path, words, part, capsys):
+def test_a_users_error_is_one_line_and_status_2(checkpoint, tmp_path, words, part, ends):
     places = {"model": checkpoint, "store": tmp_path / "store"}
     places |= {"file": tmp_path / "file", "other": tmp_path / "other"}
     (tmp_path / "file").write_text("")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text("{}")
-    assert main([word.format(**places) for word in words]) == 2
-    captured = capsys.readouterr()
+    captured = ends(2, [word.format(**places) for word in words])
     assert captured.out == ""
     assert without_waiting(captured.err).startswith("opd: error: ")
     assert without_waiting(captured.err).strip().count("\n") == 0

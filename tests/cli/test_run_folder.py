@@ -319,10 +319,7 @@ def test_mended_code_keeps_what_the_checkpoints_own_weights_have_written(
 
 
 LOWER = {"lr": 1e-4, "schedule": "linear"}
-LEVERS = {
-    "specialist": {"optim": LOWER, "policy_loss": {"clip_high": 0.3}},
-    "rollout": {"temperature": 0.7},
-}
+LEVERS = {"specialist": {"optim": LOWER, "policy_loss": {"clip_high": 0.3}}, "rollout": {"temperature": 0.7}}
 
 
 def begun(path: Path, recipe: Recipe, state: dict[str, Any], stage: str = "specialist-sort") -> None:
@@ -617,10 +614,9 @@ def test_a_change_survives_a_kill_between_its_two_files(tmp_path: Path):
         RunFolder.resume(path, lower, AcceptedChanges(settings=True))
 
 
-def test_an_evaluation_without_a_run_leaves_no_folder(tmp_path, capsys):
+def test_an_evaluation_without_a_run_leaves_no_folder(tmp_path, ends):
     recipe = write_recipe(tmp_path / "recipe.yaml")
-    assert main(["evaluate", str(recipe), "--out", str(tmp_path / "new")]) == 2
-    said = capsys.readouterr().err
+    said = ends(2, ["evaluate", str(recipe), "--out", str(tmp_path / "new")]).err
     assert "there is no run in" in said
     assert "`opd run` makes and measures them" in said
     assert not (tmp_path / "new").exists()

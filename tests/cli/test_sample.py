@@ -1,7 +1,5 @@
 """`opd sample`, and `opd compare` of two models: what is printed, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -10,7 +8,6 @@ import pytest
 import tiny
 import yaml
 from rich.console import Console
-from watched import without_waiting
 
 from opd.config import Recipe
 from opd.config.load import load_recipe
@@ -58,16 +55,14 @@ def recipe(tmp_path_factory, models):
 
 
 @pytest.mark.slow
-def test_one_prompt_gives_its_answer_and_nothing_else(models, capsys):
-    assert main(["sample", models[0], "--prompt", "<a>12=", "--max-tokens", "6"]) == 0
-    first = capsys.readouterr()
+def test_one_prompt_gives_its_answer_and_nothing_else(models, ends):
+    first = ends(0, ["sample", models[0], "--prompt", "<a>12=", "--max-tokens", "6"])
     assert re.fullmatch(r"[0-9=]{0,6}\n", first.out)
-    assert main(["sample", models[0], "--prompt", "<a>12=", "--max-tokens", "6"]) == 0
-    assert capsys.readouterr().out == first.out
+    assert ends(0, ["sample", models[0], "--prompt", "<a>12=", "--max-tokens", "6"]).out == first.out
     answers = set()
     for seed in range(6):
-        assert main(["sample", models[0], "--prompt", "<a>12=", "--max-tokens=9", f"--seed={seed}"]) == 0
-        answers.add(capsys.readouterr().out)
+        words = ["sample", models[0], "--prompt", "<a>12=", "--max-tokens=9", f"--seed={seed}"]
+        answers.add(ends(0, words).out)
     assert len(answers) > 1
 
 
@@ -97,9 +92,8 @@ def test_prompts_of_a_model_with_a_chat_template_are_messages(models):
     assert written == "<b>7<a>12<b>"  # any role but the user's is <b> there
 
 
-def test_a_domain_is_asked_as_the_recipe_samples_and_scored(models, recipe, capsys):
-    assert main(["sample", models[0], "--recipe", recipe, "--domain", "a", "--prompts", "2"]) == 0
-    out = capsys.readouterr().out
+def test_a_domain_is_asked_as_the_recipe_samples_and_scored(models, recipe, ends):
+    out = ends(0, ["sample", models[0], "--recipe", recipe, "--domain", "a", "--prompts", "2"]).out
     asked = re.findall(r"^> (<a>\d+=)$", out, re.MULTILINE)
     assert len(asked) == 2
     held_out = load_recipe([recipe])
@@ -107,10 +101,9 @@ def test_a_domain_is_asked_as_the_recipe_samples_and_scored(models, recipe, caps
     assert Speaker.load(models[0], SampleOptions(recipe=held_out, domain="a")).sampling.max_new_tokens == 5
 
 
-def test_two_models_side_by_side_with_rewards(models, recipe, capsys):
+def test_two_models_side_by_side_with_rewards(models, recipe, ends):
     words = ["compare", *models, "--recipe", recipe, "--domain", "a", "--prompts", "3"]
-    assert main(words) == 0
-    out = capsys.readouterr().out
+    out = ends(0, words).out
     assert len(re.findall(r"^> <a>\d+=$", out, re.MULTILINE)) == 3
     for model in models:
         assert len(re.findall(rf"^{re.escape(model)} \[reward \d", out, re.MULTILINE)) == 3
@@ -189,10 +182,9 @@ def test_the_same_model_twice_answers_the_same(models):
         (["compare", "{0}/none"], "takes two or more different run folders"),
     ],
 )
-def test_what_does_not_go_together_is_one_sentence(models, recipe, capsys, words, sentence):
+def test_what_does_not_go_together_is_one_sentence(models, recipe, ends, words, sentence):
     known = {"{0}": models[0], "{1}": models[1], "{0}/none": f"{models[0]}/none", "{r}": recipe}
-    assert main([known.get(word, word) for word in words]) == 2
-    (said,) = without_waiting(capsys.readouterr().err).splitlines()
+    (said,) = ends(2, [known.get(word, word) for word in words]).err.splitlines()
     assert said.startswith("opd: error: ")
     assert sentence in said
 
@@ -208,13 +200,12 @@ def test_characters_of_several_tokens_wait_for_all_of_their_bytes():
     assert text.add_tokens([0xE2], last=True) == "aé\n€b\ufffd"
 
 
-def test_what_a_model_writes_moves_no_cursor(tmp_path, capsys):
+def test_what_a_model_writes_moves_no_cursor(tmp_path, ends):
     tokenizer = character_tokenizer("0123456789=\x1b[", ["<a>", "<b>"])
     folder = save_checkpoint(
         tiny.CausalLM.from_config(tiny.LLAMA, tokenizer=tokenizer), tokenizer, tmp_path / "m", {}
     )
-    assert main(["sample", str(folder), "--prompt", "1", "--max-tokens", "60", "--temperature", "1000"]) == 0
-    out = capsys.readouterr().out
+    out = ends(0, ["sample", str(folder), "--prompt", "1", "--max-tokens", "60", "--temperature", "1000"]).out
     assert "\\x1b" in out
     assert "\x1b" not in out
 
@@ -254,7 +245,7 @@ def test_templates_that_do_not_fit_are_told(tmp_path, capsys, what):
     ]
 
 
-def test_messages_without_a_chat_template_are_an_error_of_the_doctor(tmp_path, models, capsys):
+def test_messages_without_a_chat_template_are_an_error_of_the_doctor(tmp_path, models, ends):
     rows = [{"prompt": [{"role": "user", "content": str(i)}], "label": "1"} for i in range(60)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {
@@ -264,8 +255,7 @@ def test_messages_without_a_chat_template_are_an_error_of_the_doctor(tmp_path, m
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     for command in ("doctor", "run"):
-        assert main([command, str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")]) == 2
-        said = capsys.readouterr()
+        said = ends(2, [command, str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "run")])
         assert "the tokenizer has no chat template; set model.chat_template" in said.out + said.err
 
 
@@ -293,13 +283,12 @@ def test_a_prompt_may_be_the_json_of_messages(models, capsys):
     )
 
 
-def test_what_a_model_without_recipe_lacks_is_mended_as_the_sentence_says(tmp_path, capsys):
+def test_what_a_model_without_recipe_lacks_is_mended_as_the_sentence_says(tmp_path, ends):
     tokenizer, folder = tiny.tokenizer(), tmp_path / "one"
     tokenizer.chat_template = CHAT.replace("<eos>", "<pad>")  # at which nothing ends
     save_checkpoint(tiny.model(0), tokenizer, folder, {})
     words = ["sample", str(folder), "--prompt", "12", "--max-tokens", "2"]
-    assert main(words) == 0
-    said = capsys.readouterr().err
+    said = ends(0, words).err
     found = re.search(r"; add (\d+) to `eos_token_id` of (\S+), which says", said)
     assert found, said
     assert found[2] == str(folder / "generation_config.json")
@@ -307,8 +296,7 @@ def test_what_a_model_without_recipe_lacks_is_mended_as_the_sentence_says(tmp_pa
     config["eos_token_id"] = [config["eos_token_id"], int(found[1])]
     (folder / "generation_config.json").write_text(json.dumps(config))
     (folder / "checksums.json").unlink()
-    assert main(words) == 0
-    assert "warning" not in capsys.readouterr().err
+    assert "warning" not in ends(0, words).err
 
 
 @pytest.mark.parametrize(
@@ -340,9 +328,9 @@ def test_a_model_without_recipe_is_sampled_as_it_says_itself(tmp_path, said, exp
     assert warmer == replace(sampling, temperature=2.0)
 
 
-def test_the_smallest_temperature_is_greedy(models, capsys):
+def test_the_smallest_temperature_is_greedy(models, ends):
     printed = []
     for heat in ("0", "1e-38", "1e-300"):
-        assert main(["sample", models[0], "--prompt", "12", "--max-tokens", "4", "--temperature", heat]) == 0
-        printed.append(capsys.readouterr().out)
+        words = ["sample", models[0], "--prompt", "12", "--max-tokens", "4", "--temperature", heat]
+        printed.append(ends(0, words).out)
     assert len(set(printed)) == 1

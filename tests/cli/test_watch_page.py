@@ -1,7 +1,5 @@
 """`opd watch` of a real run: its page over HTTP and in a browser, and its view in a terminal."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import json
@@ -23,7 +21,6 @@ import sockets
 from browser import browser, installed
 from recipes import tiny_recipe, write_recipe
 from shared_runs import go_on
-from watched import without_waiting
 
 from opd.metrics import MetricsWriter
 from opd.pipelines.cli import main
@@ -221,12 +218,11 @@ def test_the_pages_of_several_runs(run, tmp_path):
         (["watch", "a", "--seed", "1"], "opd watch takes no --seed"),
     ],
 )
-def test_a_users_error_is_one_line_and_status_2(tmp_path, words, part, capsys, monkeypatch):
+def test_a_users_error_is_one_line_and_status_2(tmp_path, words, part, ends, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    assert main([word.format(file=tmp_path / "file") for word in words]) == 2
-    said = capsys.readouterr()
-    assert (said.out, without_waiting(said.err).count("\n")) == ("", 1)
+    said = ends(2, [word.format(file=tmp_path / "file") for word in words])
+    assert (said.out, said.err.count("\n")) == ("", 1)
     assert part in said.err
 
 
@@ -274,9 +270,8 @@ def hostile(run: Path, folder: Path) -> Path:
     return folder
 
 
-def test_the_terminal_shows_and_does_nothing_else(run, tmp_path, capsys):
-    assert main(["watch", str(hostile(run, tmp_path / "run")), str(tmp_path / "none"), "--terminal"]) == 0
-    said = capsys.readouterr().out
+def test_the_terminal_shows_and_does_nothing_else(run, tmp_path, ends):
+    said = ends(0, ["watch", str(hostile(run, tmp_path / "run")), str(tmp_path / "none"), "--terminal"]).out
     assert "run: Specialist, sort, done" in said
     assert "there is no run in" in said
     assert "\\x1b[2J" in said

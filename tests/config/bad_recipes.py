@@ -4,8 +4,6 @@ A case is a file's bytes and the words after it. Whether it is really bad is not
 is that `opd run FILE WORDS --dry-run` either prints a recipe or says one sentence.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterator

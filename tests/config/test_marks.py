@@ -1,7 +1,5 @@
 """What fields say of themselves beside their type: `Changes`, `Located`, `Own`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

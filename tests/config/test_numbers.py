@@ -1,7 +1,5 @@
 """Every number of a recipe, with values that no setting means: each is refused by a sentence naming it."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -61,11 +61,10 @@ def test_no_name_means_something_here():
 
 @pytest.mark.some(18)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.here[0] if row.here else row.note[:30])
-def test_the_command_line_answers_with_the_field(row, capsys):
+def test_the_command_line_answers_with_the_field(row, ends):
     for name in (name for names in row.names.values() for name in names):
         for words in ([f"--{name}", "1"], [f"--{name}=1"], [f"{name}=1"], [f"--{name}"]):
-            assert main(["run", *words, "recipe.yaml"]) == 2
-            said = capsys.readouterr().err
+            said = ends(2, ["run", *words, "recipe.yaml"]).err
             assert (f"--{row.here[0]}" if row.here else row.note.replace("`", "")) in said
             assert said.count("\n") == 1
 
@@ -90,17 +89,15 @@ def test_a_recipe_with_the_key_is_answered_with_the_field(row, tmp_path):
 
 
 @pytest.mark.parametrize("option", ELSEWHERE)
-def test_options_that_surveys_of_the_field_name_are_answered(option, capsys):
-    assert main(["run", "recipe.yaml", f"{option}=1"]) == 2
-    said = capsys.readouterr().err
+def test_options_that_surveys_of_the_field_name_are_answered(option, ends):
+    said = ends(2, ["run", "recipe.yaml", f"{option}=1"]).err
     assert "'s name; " in said
     assert "did you mean" not in said
 
 
 @pytest.mark.parametrize("spelling", ["--eps_clip", "--EPS-CLIP", "--lora-r", "--kl-coef", "--Learning-Rate"])
-def test_dashes_and_capitals_make_no_other_option(spelling, capsys):
-    assert main(["run", "recipe.yaml", spelling, "1"]) == 2
-    assert "'s name; here it is --" in capsys.readouterr().err
+def test_dashes_and_capitals_make_no_other_option(spelling, ends):
+    assert "'s name; here it is --" in ends(2, ["run", "recipe.yaml", spelling, "1"]).err
 
 
 @pytest.mark.parametrize("mark", "-_")
@@ -194,11 +191,10 @@ def test_a_key_near_one_of_its_own_place_is_that_one(tmp_path):
         ("--actor_rollout_ref.nope", "`actor_rollout_ref` is a section of verl's configuration"),
     ],
 )
-def test_an_option_is_answered_with_the_one_that_is_meant(option, told, capsys, tmp_path):
+def test_an_option_is_answered_with_the_one_that_is_meant(option, told, ends, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("name: r\nmodel: {path: x}\ndomains: {a: {source: a.jsonl, reward: exact}}\n", "utf-8")
-    assert main(["run", str(recipe), option, "1", "--dry-run"]) == 2
-    said = capsys.readouterr().err
+    said = ends(2, ["run", str(recipe), option, "1", "--dry-run"]).err
     assert told in said
     assert said.count("\n") == 1
 

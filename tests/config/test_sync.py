@@ -1,7 +1,5 @@
 """How new weights get to servers: what a recipe means that does not say it, and what cannot be."""
 
-from __future__ import annotations
-
 import pytest
 from recipes import tiny_recipe
 

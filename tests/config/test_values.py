@@ -1,7 +1,5 @@
 """Values that no setting can mean, or that change nothing: one sentence, once, with the setting's name."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

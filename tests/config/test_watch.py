@@ -1,7 +1,5 @@
 """Rules of `watch`: laid over the default set by name, and refused early where they could never fire."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Damage to one file of a run folder, what a command then does, and which of three good ends that is."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

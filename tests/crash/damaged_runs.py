@@ -1,7 +1,5 @@
 """The run folders that are damaged: one that is finished, and one stopped in the middle of a response."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Files of the operating system under a process that kills itself in the middle of using them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -15,8 +15,6 @@ takes the episodes that had not ended with it. Where nobody is killed commands a
 they say is known, and the environment refuses another answer. Prints one line of JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

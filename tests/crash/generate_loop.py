@@ -12,8 +12,6 @@ position). With `--mixture` every position must have the expert choices of an un
 next process continues. A reader reads all the while and is killed as well. Prints one line of JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

@@ -7,8 +7,6 @@ after that many calls, or after one more: the call that was under way. The next 
 reader reads all the while, and is killed as well. Prints one line of JSON with what was counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

@@ -1,7 +1,5 @@
 """A token log as a plain dictionary, and random work for it: what every crash test compares with."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass, field

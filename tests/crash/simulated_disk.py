@@ -6,8 +6,6 @@ until the folder is synced: any subset of the creations, renames (both halves) a
 happened. A sync that fails leaves the bytes readable and never writes them out.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import random

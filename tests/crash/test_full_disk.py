@@ -50,7 +50,7 @@ def resize(disk, size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "share"), CASES)
-def test_a_disk_that_fills_is_one_sentence_and_costs_nothing(disk, tmp_path, capsys, kind, share):
+def test_a_disk_that_fills_is_one_sentence_and_costs_nothing(disk, tmp_path, capsys, ends, kind, share):
     recipe, run = make_recipe(tmp_path / "recipe.yaml", **KINDS[kind]), disk / "run"
     finish(recipe, run)
     truth, taken = fingerprint(run), os.statvfs(disk)
@@ -58,8 +58,7 @@ def test_a_disk_that_fills_is_one_sentence_and_costs_nothing(disk, tmp_path, cap
     gc.collect()  # models that are no longer used may still map their files, which then take the disk
     resize(disk, int((taken.f_blocks - taken.f_bfree) * taken.f_frsize * share) // 4096 * 4096)
     capsys.readouterr()
-    assert main(["run", str(recipe), "--out", str(run)]) == 2
-    said = capsys.readouterr().err.splitlines()
+    said = ends(2, ["run", str(recipe), "--out", str(run)]).err.splitlines()
     (error,) = [line for line in said if line.startswith("opd: error: ")]
     assert str(run) in error
     assert ".tmp" not in error

@@ -5,8 +5,6 @@ not synced. Every state it may be found in must be read as a prefix of what was 
 was acknowledged as durable, and a writer must be able to go on from it.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import random

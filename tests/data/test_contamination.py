@@ -1,7 +1,5 @@
 """What counts as an evaluation prompt in training, and what only looks like one."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

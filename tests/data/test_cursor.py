@@ -1,7 +1,5 @@
 """The prompt cursor: epochs, resume, and independence of how it was called."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What of a demonstration counts: against references written by hand, for the families of chat templates."""
 
-from __future__ import annotations
-
 import json
 import string
 

@@ -1,7 +1,5 @@
 """Prompts to token ids: as text, through a chat template, and what cannot be encoded."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Prompts from .jsonl and .parquet files: splits, domains in one file, and every kind of bad row."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -194,16 +192,8 @@ def test_a_bad_parquet_row_and_a_broken_file_are_named(tmp_path: Path) -> None:
         ([], 0.1, "is empty"),
         (ROWS[:1], 0.001, "no held-out prompts are left of 1"),
         (ROWS[:1], 0.999, "no training prompts are left of 1"),
-        (
-            ROWS[:1] * 3,
-            0.001,
-            "all 3 rows of domain .* ask the same prompt, which is either trained on",
-        ),
-        (
-            ROWS[:1] * 3,
-            0.999,
-            "all 3 rows of domain .* ask the same prompt, which is either trained on",
-        ),
+        (ROWS[:1] * 3, 0.001, "all 3 rows of domain .* ask the same prompt, which is either trained on"),
+        (ROWS[:1] * 3, 0.999, "all 3 rows of domain .* ask the same prompt, which is either trained on"),
     ],
 )
 def test_an_empty_data_set_or_split_is_an_error(

@@ -1,7 +1,5 @@
 """Prompts too long for their response: found whatever tokenizer and template write them, and dealt with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Procedural tasks: rules against independent definitions, shares of demonstrations, disjoint splits."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Sequence

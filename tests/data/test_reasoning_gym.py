@@ -1,7 +1,5 @@
 """Prompts and verifiers of reasoning-gym."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Agents of the tests: with the official client, and with nothing but HTTP."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

@@ -1,7 +1,5 @@
 """A small byte-level tokenizer with the chat templates of the common families, and a model of its size."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tokens that are learnt from are those that were written: an engine that keeps them, and a check."""
 
-from __future__ import annotations
-
 
 class Near(list):
     """Log-probabilities that equal others within what rounds: batches of other sizes round differently."""

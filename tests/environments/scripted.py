@@ -1,7 +1,5 @@
 """An engine that writes fixed tokens, for models that nobody would train."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np

@@ -1,19 +1,17 @@
 """A domain whose responses an agent of one's own writes, from a recipe to a merged student."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from attempts import digests, killed_run
-from recipes import tiny_recipe, write_recipe
+from attempts import digests, killed_run, run_only
+from recipes import episode_settings, tiny_recipe, write_recipe
 from test_samples_on_disk import outcome
 
 from opd.errors import ConfigError
 from opd.pipelines.check.examine import run_checks
 from opd.pipelines.records.inputs import user_code
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_pipeline, run_stage
+from opd.pipelines.run import run_pipeline
 
 pytest.importorskip("aiohttp")
 AGENT = {"type": "agent", "params": {"run": "agents:plain", "turns": 2}}
@@ -22,27 +20,14 @@ BRANCHING = {"type": "agent", "params": {"run": "agents:branching"}}
 
 def settings(**environment) -> dict:
     """One domain of agents and one of single answers."""
-    given = tiny_recipe()
-    domains = {name: one.model_dump(mode="json", exclude_none=True) for name, one in given.domains.items()}
-    domains["sort"]["environment"] = AGENT | environment
-    return {
-        "model": {"config": {**given.model.config, "max_position_embeddings": 64}},
-        "domains": domains,
-        "base": {"steps": 100, "batch_size": 64, "right": 0.7, "wrong_rule": 0.2, "optim": {"lr": 0.01}},
-        "rollout": {"max_new_tokens": 12, "max_sequence": 32},
-        "specialist": {"steps": 2, "prompts_per_step": 4, "group_size": 2, "checkpoint_every": 1},
-        "distill": {"steps": 2, "prompts_per_domain": 4, "checkpoint_every": 1},
-        "baselines": {"methods": []},
-        "evaluation": {"prompts_per_domain": 6},
-    }
+    return episode_settings(AGENT | environment)
 
 
 @pytest.mark.long
 def test_a_specialist_on_disk_learns_of_branches_what_it_does_in_memory(tmp_path):
     made = {"base": {"steps": 2, "batch_size": 8}, "specialist": settings()["specialist"] | {"steps": 2}}
     recipe = tiny_recipe(**settings(**BRANCHING) | made)
-    with RunFolder.create(tmp_path / "base", recipe) as folder:
-        run_stage(recipe, folder, "base")
+    run_only(recipe, tmp_path / "base", "base")
     own = settings(**BRANCHING) | made | {"base": None}
     own["model"] = {"path": str(tmp_path / "base" / "base")}
     found = []

@@ -1,7 +1,5 @@
 """Agents of one's own against a real engine, over real HTTP: what is trained on is what was written."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import agents

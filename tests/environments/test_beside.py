@@ -1,7 +1,5 @@
 """Domains side by side: no domain's slow tail keeps the engine from the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Conversations that branch: each branch is a sample, and what two of them share is learnt once."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

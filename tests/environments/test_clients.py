@@ -1,7 +1,5 @@
 """Clients that nobody here wrote: what the official one asks in pieces, and a framework's own loop."""
 
-from __future__ import annotations
-
 import agents
 import chatting
 import numpy as np

@@ -1,7 +1,5 @@
 """What environments say becomes the tokens that the chat template would write, and nothing else."""
 
-from __future__ import annotations
-
 import chatting
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Expert choices of episodes: each position's once, over turns, agents' branches, and kills in the middle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

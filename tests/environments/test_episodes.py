@@ -1,7 +1,5 @@
 """Episodes against a real engine: the tokens trained on are those written, whatever is in between."""
 
-from __future__ import annotations
-
 import threading
 
 import chatting

@@ -1,7 +1,5 @@
 """What is trained on is what was written, over every adapter, also where no text leads back to its tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The gateway itself: what it answers in pieces, with tools and choices, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -557,10 +555,7 @@ def test_clients_that_break_off_leave_no_trace_in_the_log(caplog):
     def play(task, url, key):
         where = urlsplit(url)
         head = f"Host: x\r\nAuthorization: Bearer {key}\r\n".encode()
-        for sent in (
-            b"Content-Length: 100\r\n\r\nhalf",
-            b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
-        ):
+        for sent in (b"Content-Length: 100\r\n\r\nhalf", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"):
             with socket.create_connection((where.hostname, where.port)) as line:
                 line.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head + sent)
                 assert in_body.wait(60)  # it has come so far that the body is read

@@ -1,7 +1,5 @@
 """Gymnasium's environments in words; with the extra `gymnasium`, else what is said without it."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

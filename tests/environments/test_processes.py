@@ -1,7 +1,5 @@
 """Environments in worker processes say what they say here, also after a worker is gone."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -52,7 +50,7 @@ async def played(world: World, kill=lambda turn: None) -> list:
     return told
 
 
-def test_many_worlds_in_two_workers_say_what_they_say_here_and_survive_a_worker(pool):
+async def test_many_worlds_in_two_workers_say_what_they_say_here_and_survive_a_worker(pool):
     def here(label: int) -> World:
         return World(partial(Gymnasium, **LAKE), task(label), CONFIG, "a")
 
@@ -66,13 +64,9 @@ def test_many_worlds_in_two_workers_say_what_they_say_here_and_survive_a_worker(
             ended.append(pool._workers[0])
             os.kill(ended[0]._child.pid, signal.SIGKILL)
 
-    async def all_of_them():
-        one = [await played(here(label)) for label in range(6)]
-        other = await asyncio.gather(*[played(there(label)) for label in range(6)])
-        killed = await asyncio.gather(*[played(there(label), kill) for label in range(6)])
-        return one, other, killed
-
-    one, other, killed = asyncio.run(all_of_them())
+    one = [await played(here(label)) for label in range(6)]
+    other = await asyncio.gather(*[played(there(label)) for label in range(6)])
+    killed = await asyncio.gather(*[played(there(label), kill) for label in range(6)])
     assert one == other == killed
     assert ended[0].dead
     assert any(len(told) > 3 for told in one)
@@ -93,22 +87,19 @@ def test_an_environment_that_raises_there_is_a_sentence_here(pool):
         asyncio.run(world.reset())
 
 
-def test_who_stops_waiting_ends_the_worker(pool):
-    async def hurried():
-        made = pool.open(LAKE)
-        await made.reset(task())
-        for worker in pool._workers:
-            os.kill(worker._child.pid, signal.SIGSTOP)  # so that it does not answer first
-        call = asyncio.ensure_future(made.step(Action("1")))
-        await asyncio.sleep(0.05)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        with pytest.raises(WorkerError, match="its process ended"):
-            await made.step(Action("1"))
-        await made.close()
-
-    asyncio.run(hurried())
+async def test_who_stops_waiting_ends_the_worker(pool):
+    made = pool.open(LAKE)
+    await made.reset(task())
+    for worker in pool._workers:
+        os.kill(worker._child.pid, signal.SIGSTOP)  # so that it does not answer first
+    call = asyncio.ensure_future(made.step(Action("1")))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    with pytest.raises(WorkerError, match="its process ended"):
+        await made.step(Action("1"))
+    await made.close()
 
 
 ENDLESS = """

@@ -1,13 +1,11 @@
 """Domains with an environment, from a recipe to a merged student."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 from attempts import digests, killed_run
-from recipes import tiny_recipe, write_recipe
+from recipes import episode_settings, tiny_recipe, write_recipe
 
 from opd.config import Recipe
 from opd.errors import ConfigError
@@ -30,23 +28,12 @@ SHORT = {"steps": 2, "prompts_per_step": 4, "group_size": 2, "checkpoint_every":
 
 def agents(**changes) -> dict:
     """One domain of episodes and one of single answers."""
-    model = {"config": {**tiny_recipe().model.config, "max_position_embeddings": 64}}
-    domains = {
-        name: config.model_dump(mode="json", exclude_none=True)
-        for name, config in tiny_recipe().domains.items()
-    }
-    domains["sort"]["environment"] = ENVIRONMENT
     settings = {
-        "model": model,
-        "domains": domains,
-        "base": {"steps": 100, "batch_size": 64, "right": 0.7, "wrong_rule": 0.2, "optim": {"lr": 0.01}},
-        "rollout": {"max_new_tokens": 12, "max_sequence": 32},
         "specialist": SHORT,
-        "distill": {"steps": 2, "prompts_per_domain": 4, "checkpoint_every": 1},
         "baselines": {"methods": ["mixed_grpo", "off_policy"]},
         "evaluation": {"prompts_per_domain": 6, "sets": {"more": MORE}},
     }
-    return settings | changes
+    return episode_settings(ENVIRONMENT) | settings | changes
 
 
 def run(out: Path, **changes) -> dict:

@@ -1,7 +1,5 @@
 """TextWorld's games as environments; with the extra `textworld`, else what is said without it."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

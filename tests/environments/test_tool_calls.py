@@ -1,7 +1,5 @@
 """Calls in what models write, in the formats of the families; and what cannot be read."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

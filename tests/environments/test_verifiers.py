@@ -1,7 +1,5 @@
 """Environments of the library verifiers, by id, in a process that has it: a real one, over real HTTP."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Threads in which plain methods of environments run."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading
@@ -11,37 +9,31 @@ import pytest
 from opd.environments.world import in_thread
 
 
-def test_one_call_after_another_is_served_by_one_thread_and_one_that_hangs_is_not_waited_for():
+async def test_one_call_after_another_is_served_by_one_thread_and_one_that_hangs_is_not_waited_for():
     hang, started = threading.Event(), threading.Event()
 
     def hangs() -> None:
         started.set()
         hang.wait()
 
-    async def calls() -> tuple[set[threading.Thread], threading.Thread]:
-        found = {await in_thread(threading.current_thread, (), "test") for _ in range(30)}
-        waiting = in_thread(hangs, (), "test")
-        started.wait(60)
-        other = await in_thread(threading.current_thread, (), "test")
-        hang.set()
-        await waiting
-        return found, other
-
-    found, other = asyncio.run(calls())
+    found = {await in_thread(threading.current_thread, (), "test") for _ in range(30)}
+    waiting = in_thread(hangs, (), "test")
+    started.wait(60)
+    other = await in_thread(threading.current_thread, (), "test")
+    hang.set()
+    await waiting
     assert len(found) == 1
     assert other not in found
 
 
-def test_what_it_raises_arrives_and_the_thread_serves_on():
+async def test_what_it_raises_arrives_and_the_thread_serves_on():
     def fails() -> None:
         raise ValueError("no luck")
 
-    async def calls() -> int:
-        with pytest.raises(ValueError, match="no luck"):
-            await in_thread(fails, (), "test")
-        return await in_thread(lambda: 3, (), "test")
-
-    assert asyncio.run(calls()) == 3
+    with pytest.raises(ValueError, match="no luck"):
+        await in_thread(fails, (), "test")
+    found = await in_thread(lambda: 3, (), "test")
+    assert found == 3
 
 
 def test_a_process_that_was_forked_has_threads_of_its_own():

@@ -3,8 +3,6 @@
 Installs from the registries that pip is set up for, and takes an hour: `pytest --full tests/examples`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

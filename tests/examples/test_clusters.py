@@ -1,7 +1,5 @@
 """The job script and manifest of `examples/clusters`: by the tools that read them, and on a real Slurm."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -3,8 +3,6 @@
 No Docker daemon is needed: hadolint reads them, and with `--full` the CPU one is installed here.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`.ci/requirements/` against `pyproject.toml`: versions within the bounds, hashes, no index by name."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

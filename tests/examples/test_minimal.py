@@ -1,7 +1,5 @@
 """The page that has the algorithm has the training loop's: the same loss and gradient, bit for bit."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """What is released: wheel and sdist hold the whole package and nothing else, and say what it is."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 They run for real in a copy of the folder, with an environment whose programs note how they are called.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

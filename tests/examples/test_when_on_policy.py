@@ -1,7 +1,5 @@
 """The studies of when on-policy distillation wins: tables are of their results, and arms what they say."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

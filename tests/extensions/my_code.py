@@ -1,7 +1,5 @@
 """What a user writes: one of everything a recipe names by dotted path. Used by test_extension_points.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

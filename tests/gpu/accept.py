@@ -8,8 +8,6 @@ several GPUs in place of what needs one. `--dry` runs the same code at tiny size
 is compared with its bound then and decides nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Where a measurement runs, and how long it takes there."""
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

@@ -1,7 +1,5 @@
 """The embedded engine against transformers and against the bytes that a decode step must read."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A whole step of the merge, as `opd distill` takes it: seconds by phase, tokens a second, operations."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

@@ -1,14 +1,33 @@
 """Random Llamas of real sizes, made on the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from opd.models.causal_lm import CausalLM
+from opd.types import Sample, Status
 from tests.gpu.clock import Place
+
+
+def random_sample(
+    rng: np.random.Generator, number: int, prompt: int, response: int, vocabulary: int
+) -> Sample:
+    """A sample of teacher `t` with random tokens."""
+    return Sample(
+        uid=f"s{number}",
+        group_uid=f"g{number}",
+        domain="a",
+        prompt_ids=rng.integers(1, vocabulary, prompt).astype(np.int32),
+        response_ids=rng.integers(1, vocabulary, response).astype(np.int32),
+        rollout_logprobs=np.zeros(response, dtype=np.float32),
+        policy_versions=np.zeros(response, dtype=np.int32),
+        loss_mask=np.ones(response, dtype=bool),
+        teacher="t",
+        status=Status.COMPLETED,
+    )
+
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {

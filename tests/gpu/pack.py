@@ -8,8 +8,6 @@ torch brings, for Linux on x86-64 and the given Python, in the versions that are
 options what the kernel table compares with travels too, in its newest version. Fails above 60 MiB.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

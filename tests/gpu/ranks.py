@@ -6,8 +6,6 @@ dry), and holds what they found to what one process finds alone.
     python -m tests.gpu.ranks TASK FOLDER [--dry]      one rank, by torchrun's variables
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -4,8 +4,6 @@ A section writes each row to a file as soon as it has it, so that what was measu
 runs out of time is in the report.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

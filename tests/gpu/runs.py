@@ -1,7 +1,5 @@
 """Whole parts of the product on a GPU: its marked tests, a streamed teacher, a short quick start."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -24,7 +22,7 @@ from opd.teachers.kinds import Placement
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.streamed_teacher import StreamedTeacher
-from opd.types import Sample, Status
+from opd.types import Sample
 from tests.gpu import models
 from tests.gpu.clock import Place
 from tests.gpu.rows import Bound, Sheet
@@ -99,24 +97,7 @@ def tests(sheet: Sheet, place: Place) -> None:
 def samples(tokens: int, vocabulary: int, length: int) -> list[Sample]:
     """Random sequences, all response but their first token."""
     rng = np.random.default_rng(0)
-    made = []
-    for i in range(tokens // length):
-        response = length - 1
-        made.append(
-            Sample(
-                uid=f"s{i}",
-                group_uid=f"g{i}",
-                domain="a",
-                prompt_ids=rng.integers(1, vocabulary, 1).astype(np.int32),
-                response_ids=rng.integers(1, vocabulary, response).astype(np.int32),
-                rollout_logprobs=np.zeros(response, dtype=np.float32),
-                policy_versions=np.zeros(response, dtype=np.int32),
-                loss_mask=np.ones(response, dtype=bool),
-                teacher="t",
-                status=Status.COMPLETED,
-            )
-        )
-    return made
+    return [models.random_sample(rng, i, 1, length - 1, vocabulary) for i in range(tokens // length)]
 
 
 def loaded(folder: Path, asked: list[Sample], place: Place) -> tuple[torch.Tensor, float]:

@@ -1,7 +1,5 @@
 """The acceptance of a GPU runs whole on a machine without one, at tiny sizes, and says what it must."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

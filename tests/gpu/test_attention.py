@@ -1,7 +1,5 @@
 """The kernels of packed attention on a real GPU, against a softmax in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

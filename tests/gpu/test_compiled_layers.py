@@ -1,7 +1,5 @@
 """Layers that Triton has compiled, against their own code."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch

@@ -1,7 +1,5 @@
 """The default training step of one GPU: bfloat16 over float32 masters."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiny

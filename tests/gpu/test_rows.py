@@ -1,7 +1,5 @@
 """The compiled row kernel on a real GPU, against float64 and against PyTorch's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """One distillation step of a student of real size, in each precision."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +18,7 @@ from opd.train.backend import Backend, TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.distill_terms import FullVocabularyTerm
 from opd.train.teacher_views import TeacherView
-from opd.types import MicroBatch, RolloutBatch, Sample, Status, TokenTerms
+from opd.types import MicroBatch, RolloutBatch, TokenTerms
 from tests.gpu import models
 from tests.gpu.clock import Place
 from tests.gpu.rows import Bound, Sheet
@@ -40,20 +38,7 @@ def batch(vocabulary: int, place: Place, count: int = SAMPLES) -> RolloutBatch:
     rng = np.random.default_rng(0)
     samples, terms = [], []
     for i in range(count):
-        samples.append(
-            Sample(
-                uid=f"s{i}",
-                group_uid=f"g{i}",
-                domain="a",
-                prompt_ids=rng.integers(1, vocabulary, prompt).astype(np.int32),
-                response_ids=rng.integers(1, vocabulary, response).astype(np.int32),
-                rollout_logprobs=np.zeros(response, dtype=np.float32),
-                policy_versions=np.zeros(response, dtype=np.int32),
-                loss_mask=np.ones(response, dtype=bool),
-                teacher="t",
-                status=Status.COMPLETED,
-            )
-        )
+        samples.append(models.random_sample(rng, i, prompt, response, vocabulary))
         term = TokenTerms.zeros(response)
         term.kl_weight = np.full(response, 1 / (count * response), dtype=np.float32)
         terms.append(term)

@@ -1,7 +1,5 @@
 """What the tests of `linear_kl` share: random problems, their exact answers, and how far rounding may go."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ Prints JSON. `peak` is the growth of the resident peak over the inputs', in byte
 differences of a sample's values and gradients from a float64 reference.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

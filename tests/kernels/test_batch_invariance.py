@@ -1,7 +1,5 @@
 """The same bits every time, and for a token whichever tokens share its batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """`linear_kl` of every implementation against float64 enumeration: values and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from full import cases

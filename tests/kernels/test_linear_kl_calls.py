@@ -1,7 +1,5 @@
 """`linear_kl` as it is called: what is frozen, left out, empty or equal, and what is never held."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """The KL over one sequence of a million tokens: memory by the chunk, values as in float64."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Which matmuls round to bfloat16, how much that costs in precision, and the replaceable row kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What the operations refuse, and the sentences they refuse it with; the choice of implementation."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -136,9 +134,7 @@ def test_kernels_that_no_gpu_has_run_are_not_the_default(monkeypatch: pytest.Mon
     assert ops.implementation().name == "tilelang"
 
 
-def test_large_vocabularies_are_compiled_where_a_compiler_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_large_vocabularies_are_compiled_where_a_compiler_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPD_KERNELS", raising=False)
     monkeypatch.setattr(triton_rows, "missing", lambda: "no CUDA device can be used")
     monkeypatch.setattr(tilelang_target, "missing", lambda device: None)

@@ -1,7 +1,5 @@
 """Log-probabilities, entropy, top-k, mixtures and floors against float64 enumeration."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

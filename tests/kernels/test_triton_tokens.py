@@ -1,7 +1,5 @@
 """Triton's kernel of single tokens: by Triton's interpreter, and what its proof finds."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

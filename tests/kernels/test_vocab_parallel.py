@@ -1,7 +1,5 @@
 """Heads spread over 2 and 4 processes against the whole head in one: values, gradients, refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@ object: case -> largest difference relative to the largest magnitude (at least 1
 two groups at once.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import product

@@ -1,7 +1,5 @@
 """Every tried family as a tiny random model, built once."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of families: what the sweep found of each model type, as data and as a page of the docs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

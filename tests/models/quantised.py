@@ -3,8 +3,6 @@
 The numbers are computed by other means than those of the code: by tables of each format's definition.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -6,8 +6,6 @@ A chunk of 0 runs a sequence as a whole. Prints by how many bytes a token the pe
 a sequence of 2,048 tokens and one of 6,144.
 """
 
-from __future__ import annotations
-
 import sys
 
 import tiny

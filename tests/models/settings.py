@@ -1,7 +1,5 @@
 """Settings of common families that change what their weights compute, away from their defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@
 Each type is tried in a process of its own, which a time limit ends; two run at a time.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

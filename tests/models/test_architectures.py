@@ -1,7 +1,5 @@
 """A table of families: used rightly by the engine, or refused by all who read a folder with one sentence."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -213,15 +211,7 @@ def test_dynamic_angles_bound_a_sequence(tmp_path: Path):
     limit = positions_of(model.config)
     assert limit is not None
     assert limit == angles_change_at(model.config) == 48
-    ids = torch.arange(60) % model.vocab_size
-
-    def beside(length: int) -> torch.Tensor:
-        positions = torch.cat([torch.arange(8), torch.arange(length)])
-        with torch.no_grad():
-            return model.hidden(ids[: 8 + length], positions, [0, 8, 8 + length])[:8]
-
-    torch.testing.assert_close(beside(limit), beside(1))
-    assert (beside(limit + 1) - beside(1)).abs().max() > 0.01
+    tiny_types.assert_angles_change_behind(model, limit)
     engine = TorchEngine(model, max_running=2, max_sequence=1000)
     assert engine._limits.max_sequence == limit
 

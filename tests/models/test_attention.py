@@ -1,7 +1,5 @@
 """Packed attention against a float64 softmax over an explicit block-diagonal causal mask."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

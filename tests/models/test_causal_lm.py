@@ -1,7 +1,5 @@
 """Building models from configurations, streaming weights, digests."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

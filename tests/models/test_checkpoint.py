@@ -1,7 +1,5 @@
 """Folders out and in: bit-equal round trips, and a clear sentence for every way a folder can be broken."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Some tests run both parts of a layer as they are, some through the compiler with
 its back end (`aot_eager`), one through all of it.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chat templates that read what a message says as text, as parts alone, or not at all."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 

@@ -1,7 +1,5 @@
 """`opd publish --dtype`: weights in another dtype, as FP8 in blocks, and from MXFP4 to FP8 without loss."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -98,10 +96,7 @@ def test_numbers_of_fp8_stay_when_they_are_rounded_again_and_in_bfloat16():
     [
         ("llama", {"hidden_size": 160, "intermediate_size": 300, "tie_word_embeddings": True}),
         ("gemma2", {}),
-        (
-            "qwen3_moe",
-            {"moe_intermediate_size": 80, "hidden_size": 160},
-        ),  # apart in files
+        ("qwen3_moe", {"moe_intermediate_size": 80, "hidden_size": 160}),  # apart in files
         ("mixtral", {"intermediate_size": 200}),
         ("deepseek_v3", {}),
         ("glm4_moe", {}),

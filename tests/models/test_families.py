@@ -1,12 +1,11 @@
 """Every family: packed against one by one through the family's own eager attention, head, gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
 import pytest
 import tiny
+import tiny_types
 import torch
 
 from opd.errors import ModelError
@@ -173,10 +172,7 @@ def test_a_head_smaller_than_the_tokenizer_is_refused():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (
-            {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2},
-            "MambaMixer",
-        ),
+        ({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}, "MambaMixer"),
         ({"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4}, "BloomAttention"),
         (
             tiny.LLAMA | {"model_type": "diffllama"},
@@ -209,12 +205,4 @@ def test_angles_that_depend_on_the_company_bound_a_sequence():
     limit = positions_of(model.config)
     assert limit == 16
     assert positions_of(tiny.model().config) == 64
-    ids = torch.arange(60) % model.vocab_size
-
-    def beside(length: int) -> torch.Tensor:
-        positions = torch.cat([torch.arange(8), torch.arange(length)])
-        with torch.no_grad():
-            return model.hidden(ids[: 8 + length], positions, [0, 8, 8 + length])[:8]
-
-    torch.testing.assert_close(beside(limit), beside(1))
-    assert (beside(limit + 1) - beside(1)).abs().max() > 0.01
+    tiny_types.assert_angles_change_behind(model, limit)

@@ -1,7 +1,5 @@
 """What transformers says of itself while models are used here: faults of a model are told, advice is not."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

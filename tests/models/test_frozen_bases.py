@@ -1,7 +1,5 @@
 """One base in memory for all that compute with it, and the numbers of models that have it for themselves."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Packed attention by one kernel: what a GPU is told, computed on a CPU, against a softmax in float64."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers computed again and sequences in pieces give what the whole model gives, in less memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Adapters on a frozen base: what is trained, what is sent, what the exported model is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

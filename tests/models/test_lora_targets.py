@@ -1,7 +1,5 @@
 """Which layers get an adapter where a recipe names none: what the model has, of every form of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Mixtures of experts as teachers: their files hold one tensor an expert, their modules one for all."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -27,7 +25,6 @@ from opd.models.stored_form import StoredForm
 from opd.pipelines.check import memory
 from opd.pipelines.check.models import Models, check_models
 from opd.pipelines.check.shapes import ModelShape, shape_of, stored_of
-from opd.pipelines.cli import main
 from opd.pipelines.stages.publishing import model_form, publish_checkpoint
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import publish
@@ -192,7 +189,7 @@ def test_a_folder_that_nobody_published_is_read_layer_by_layer(tmp_path: Path):
     torch.testing.assert_close(HFFolderReader(folder).hidden_states(ids), due, atol=1e-4, rtol=0)
 
 
-def test_layers_that_predict_tokens_further_ahead_are_left_out_and_said(tmp_path: Path, capsys):
+def test_layers_that_predict_tokens_further_ahead_are_left_out_and_said(tmp_path: Path, capsys, ends):
     folder, ahead = written("glm4_moe", tmp_path / "m"), "model.layers.46."
     due = expected(folder)
 
@@ -203,8 +200,7 @@ def test_layers_that_predict_tokens_further_ahead_are_left_out_and_said(tmp_path
 
     rewrite(folder, add)
     capsys.readouterr()
-    assert main(["publish", str(folder), str(tmp_path / "p")]) == 0
-    said = capsys.readouterr().err
+    said = ends(0, ["publish", str(folder), str(tmp_path / "p")]).err
     assert f"tensors are left out, among them {ahead}" in said
     with PublishedModel.open(tmp_path / "p") as published:
         assert list(published.manifest.units) == ["embedding", "layer.0", "layer.1", "norm", "head"]
@@ -282,7 +278,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], None], dict, str, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_experts_that_do_not_fit_are_named_before_a_run(name: str, tmp_path: Path, capsys):
+def test_experts_that_do_not_fit_are_named_before_a_run(name: str, tmp_path: Path, capsys, ends):
     change, config, streaming, loading = WRONG[name]
     folder = written("qwen3_moe", tmp_path / "m")
     rewrite(folder, change, **config)
@@ -291,8 +287,7 @@ def test_experts_that_do_not_fit_are_named_before_a_run(name: str, tmp_path: Pat
         check_weights(folder)
     assert loading in str(refused.value)
     capsys.readouterr()
-    assert main(["publish", str(folder), str(tmp_path / "p")]) == 2
-    assert loading in " ".join(capsys.readouterr().err.split())
+    assert loading in " ".join(ends(2, ["publish", str(folder), str(tmp_path / "p")]).err.split())
     assert not (tmp_path / "p").exists()
 
 
@@ -328,7 +323,7 @@ def test_the_doctor_counts_what_a_token_uses(name: str, layers: int, tmp_path: P
 @pytest.mark.parametrize("chosen", [9, -1])
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_more_experts_a_token_than_there_are_is_said_before_a_run(
-    name: str, chosen: int, tmp_path: Path, capsys
+    name: str, chosen: int, tmp_path: Path, ends
 ):
     folder = written(name, tmp_path / "m")
     rewrite(folder, _as_it_is, num_experts_per_tok=chosen)
@@ -338,8 +333,7 @@ def test_more_experts_a_token_than_there_are_is_said_before_a_run(
         LocalTeacher("t", folder).score(SAMPLES)
     with closing(streamed(folder)) as teacher, pytest.raises(ModelError, match=said):
         teacher.score(SAMPLES)
-    assert main(["publish", str(folder), str(tmp_path / "p")]) == 0  # servers may have it
-    assert re.search(said, " ".join(capsys.readouterr().err.split()))
+    assert re.search(said, " ".join(ends(0, ["publish", str(folder), str(tmp_path / "p")]).err.split()))
 
 
 NOT_SHARED = {

@@ -1,7 +1,5 @@
 """Attention and whole models on a device: the CPU's numbers, fused kernels where there are some, no waits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pretend_cuda
 import pretend_kernels
@@ -81,9 +79,7 @@ def kernels(gpu, monkeypatch):
 @pytest.mark.some(5)
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize(
-    "call",
-    [{}, {"sliding_window": 300}, {"softcap": 2.0}, {"softcap": 2.0, "sliding_window": 8}],
-    ids=str,
+    "call", [{}, {"sliding_window": 300}, {"softcap": 2.0}, {"softcap": 2.0, "sliding_window": 8}], ids=str
 )
 def test_packed_attention_is_one_kernel(kernels, monkeypatch, dtype, call):
     monkeypatch.setitem(globals(), "LENGTHS", LONGER)

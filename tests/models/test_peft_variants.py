@@ -1,7 +1,5 @@
 """Adapters of every kind that peft writes: used as peft merges them, or refused by what they are."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -161,10 +159,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: peft.OFTConfig(task_type="CAUSAL_LM", oft_block_size=8, target_modules=Q),
         "describes OFT",
     ),
-    "VeRA": (
-        lambda: peft.VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]),
-        "describes VER",
-    ),
+    "VeRA": (lambda: peft.VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]), "describes VER"),
     "AdaLoRA": (
         lambda: peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=Q, total_step=9, tinit=1, tfinal=1),
         "describes ADALORA",

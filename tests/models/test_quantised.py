@@ -1,7 +1,5 @@
 """Quantised checkpoints: exact for every code, right as teachers and students, or refused in a sentence."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -282,11 +280,10 @@ def test_a_run_starts_from_quantised_weights(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "left"), [("FP8 of ModelOpt", "input_scale"), ("NVFP4", "input_global_scale")]
 )
-def test_publishing_keeps_the_form_and_says_so(name: str, left: str, tmp_path: Path, capsys):
+def test_publishing_keeps_the_form_and_says_so(name: str, left: str, tmp_path: Path, capsys, ends):
     folder, plain = quantised_folder(tmp_path, name)
     capsys.readouterr()
-    assert main(["publish", str(folder), str(tmp_path / "p")]) == 0
-    said = capsys.readouterr().err
+    said = ends(0, ["publish", str(folder), str(tmp_path / "p")]).err
     assert f"its weights stay in {name.partition(' ')[0]}" in said
     assert re.search(rf"14 tensors are left out, among them \S+{left}: activations are not quantised", said)
     with PublishedModel.open(tmp_path / "p") as published:

@@ -1,7 +1,5 @@
 """A streamed mixture: only the experts that tokens were routed to are read, and the bytes are counted."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Choices of experts, recorded and replayed, over families of transformers that choose in different ways."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -30,11 +28,7 @@ FAMILIES = {
 BOUNDS = [0, 7, 12]
 IDS = torch.arange(12) * 7 % 13
 POSITIONS = torch.cat([torch.arange(7), torch.arange(5)])
-MEMORIES = {
-    "whole": WHOLE,
-    "recomputed": LayerMemory(recompute=True),
-    "in pieces": LayerMemory(chunk=4),
-}
+MEMORIES = {"whole": WHOLE, "recomputed": LayerMemory(recompute=True), "in pieces": LayerMemory(chunk=4)}
 
 
 @cache

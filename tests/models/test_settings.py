@@ -1,7 +1,5 @@
 """Settings of a family are computed as transformers does, or refused: never another number in silence."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

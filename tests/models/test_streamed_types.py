@@ -1,7 +1,5 @@
 """What cannot be a streamed teacher is said in one sentence, by whoever is asked first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -100,9 +98,8 @@ def test_the_head_of_a_folder_is_that_of_its_model(name: str, changes: dict, tmp
     assert torch.equal(found.weight, due.weight)
 
 
-def test_damage_is_said_before_what_the_whole_model_could_not_do(tmp_path: Path, capsys):
+def test_damage_is_said_before_what_the_whole_model_could_not_do(tmp_path: Path, ends):
     folder = tiny_types.write_folder("mixtral", tmp_path / "model")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert main(["publish", str(folder), str(tmp_path / "store")]) == 2
-    assert "truncated" in capsys.readouterr().err
+    assert "truncated" in ends(2, ["publish", str(folder), str(tmp_path / "store")]).err

@@ -1,7 +1,5 @@
 """The table of families is what the sweep finds, and names what the installed transformers has."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Fused tiles merged by log-sum-exp, against one softmax in float64 and against the plain blocks."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Tokens of two tokenizers aligned by their bytes: chunks, exact positions, texts of any kind, refusals."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The character tokenizer, loading it back, and telling two tokenizers apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from attempts import run_only
+from recipes import folder_recipe
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from opd.config import Recipe
 from opd.data.demonstrations import Demonstration, DemonstrationEncoder
 from opd.errors import CheckpointError, DataError
 from opd.models.causal_lm import CausalLM
@@ -23,8 +24,6 @@ from opd.models.token_ids import appended_ids, encode_text, id_count
 from opd.models.tokenizers import stops_of
 from opd.pipelines.check.examine import run_checks
 from opd.pipelines.commands.sample import SampleOptions, Speaker
-from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
 from opd.pipelines.stages.student import load_model, sampling_params, tell_remarks
 from opd.rollout.prompts import Prompt, encode_prompt
 
@@ -52,22 +51,6 @@ def framed(tokenizer: PreTrainedTokenizerFast, single: str) -> PreTrainedTokeniz
     return tokenizer
 
 
-def recipe(folder: Path, **rollout) -> Recipe:
-    domain = {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 20, "teacher": "sort"}
-    return Recipe.model_validate(
-        {
-            "name": "ends",
-            "model": {"path": str(folder)},
-            "teachers": {"sort": {"path": str(folder)}},
-            "domains": {"sort": domain},
-            "rollout": {"max_new_tokens": 4, "max_sequence": 16, **rollout},
-            "distill": {"steps": 1, "prompts_per_domain": 2},
-            "baselines": {"methods": []},
-            "evaluation": {"prompts_per_domain": 4},
-        }
-    )
-
-
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A model with a gap in its ids."""
@@ -90,7 +73,7 @@ def test_an_end_beyond_the_count_of_tokens_is_an_id_like_any_other(folder):
     assert scratch_config(tiny.LLAMA, tokenizer).vocab_size == LATE + 1
     assert [stop.token_id for stop in stops_of(tokenizer, folder)] == [LATE]
     assert str(stops_of(tokenizer, folder)[0]).startswith(f"{LATE} '<eos>'")
-    given = recipe(folder)
+    given = folder_recipe(folder)
     assert sampling_params(given, tokenizer).stop_ids == (LATE,)
     assert load_model(given, folder).vocabulary == LATE + 1
     levels = {(one.level, one.title): one.detail for one in run_checks(given, run_dir=folder.parent / "run")}
@@ -153,7 +136,7 @@ def test_a_prompt_has_what_its_tokenizer_puts_before_it_and_nothing_behind(case,
     assert encoded.response_ids.tolist() == [5, 4, LATE]
     tokenizer.save_pretrained(folder)
     (folder / "checksums.json").unlink()
-    said = [one.detail for one in run_checks(recipe(folder)) if "behind every text" in one.detail]
+    said = [one.detail for one in run_checks(folder_recipe(folder)) if "behind every text" in one.detail]
     assert len(said) == bool(behind)
     Speaker.load(str(folder), SampleOptions(("12=",), max_tokens=2))
     assert ("behind every text" in capsys.readouterr().err) == bool(behind)
@@ -168,7 +151,7 @@ def test_a_post_processor_that_does_more_than_frame_is_refused(single):
 
 def test_an_end_that_the_tokenizer_does_not_have_is_told(folder):
     changed(folder, eos_token_id=[LATE, 1000])
-    said = [one.detail for one in run_checks(recipe(folder)) if "1000" in one.detail]
+    said = [one.detail for one in run_checks(folder_recipe(folder)) if "1000" in one.detail]
     assert said == [
         f"{GENERATION} ends responses at 1000, an id beyond the tokenizer's 41, which is never written"
     ]
@@ -200,7 +183,7 @@ def test_a_setting_that_is_not_followed_is_told_in_one_line(name, folder, capsys
     changed(folder, **{name: nothing})
     assert not_followed(folder) is None
     changed(folder, **{name: value})
-    said = [one.detail for one in run_checks(recipe(folder)) if "nothing here follows" in one.detail]
+    said = [one.detail for one in run_checks(folder_recipe(folder)) if "nothing here follows" in one.detail]
     assert len(said) == 1
     assert f"asks for {name} {value}" in said[0]
     Speaker.load(str(folder), SampleOptions(("12=",), max_tokens=2))
@@ -228,9 +211,8 @@ def test_what_a_run_was_told_is_in_what_it_makes(own, folder, tmp_path, caplog):
         "top_k": 12,
         "stop": ["98"],
     }
-    given = recipe(folder, **told)
-    with RunFolder.create(tmp_path / "run", given) as run:
-        run_stage(given, run, "merge")
+    given = folder_recipe(folder, **told)
+    run_only(given, tmp_path / "run", "merge")
     tell_remarks(given)
     assert caplog.text.count("asks for repetition_penalty 1.3") == 1
     merged = tmp_path / "run" / "merged"

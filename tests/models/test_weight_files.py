@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from recipes import folder_recipe
 from safetensors.torch import load_file, save_file
 
-from opd.config import Recipe
 from opd.errors import CheckpointError, StorageError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
@@ -176,24 +176,11 @@ HARMLESS = {
 
 
 def doctor(folder: Path, tmp: Path) -> None:
-    said = [one.detail for one in run_checks(recipe(folder), run_dir=tmp / "run") if one.level == "error"]
+    said = [
+        one.detail for one in run_checks(folder_recipe(folder), run_dir=tmp / "run") if one.level == "error"
+    ]
     if said:
         raise CheckpointError(said[0])
-
-
-def recipe(folder: Path) -> Recipe:
-    domain = {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 20, "teacher": "t"}
-    return Recipe.model_validate(
-        {
-            "name": "weights",
-            "model": {"path": str(folder)},
-            "teachers": {"t": {"path": str(folder)}},
-            "domains": {"sort": domain},
-            "rollout": {"max_new_tokens": 4, "max_sequence": 16},
-            "baselines": {"methods": []},
-            "evaluation": {"prompts_per_domain": 4},
-        }
-    )
 
 
 DOORS: dict[str, Callable[[Path, Path], object]] = {

@@ -4,8 +4,6 @@ Sizes are cut by the names that families give them; of lists with an entry a lay
 every kind of layer is there. What this does not fit is named in `OWN`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from copy import deepcopy
@@ -16,6 +14,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from opd.models.causal_lm import CausalLM
 from opd.models.tokenizers import character_tokenizer
 
 VOCABULARY = 56
@@ -212,3 +211,16 @@ def write_folder(model_type: str, folder: Path, **changes: Any) -> Path:
     tiny_model(model_type, **changes).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+def assert_angles_change_behind(model: CausalLM, limit: int) -> None:
+    """Require that what is packed behind a sequence changes it only if that is longer than `limit`."""
+    ids = torch.arange(60) % model.vocab_size
+
+    def beside(length: int) -> torch.Tensor:
+        positions = torch.cat([torch.arange(8), torch.arange(length)])
+        with torch.no_grad():
+            return model.hidden(ids[: 8 + length], positions, [0, 8, 8 + length])[:8]
+
+    torch.testing.assert_close(beside(limit), beside(1))
+    assert (beside(limit + 1) - beside(1)).abs().max() > 0.01

@@ -3,8 +3,6 @@
 Prints its address, then one line of JSON with the process ids, and ends when its standard input closes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -7,25 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from ray_runs import (
-    STEPS,
-    Run,
-    digest,
-    ended,
-    learnt,
-    rows,
-    settings,
-    undisturbed,
-    wal_bytes,
-    write_recipe,
-)
+from ray_runs import STEPS, Run, digest, ended, learnt, rows, settings, undisturbed, wal_bytes, write_recipe
 
 from opd.pipelines.launch.ray.cluster import descendant_processes
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.long,
-]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 LONGER = 40
 RAY = ["--launch.type", "ray", "--launch.engines", "2", "--launch.teachers", "2"]
 TWO = [*RAY, "--train.ranks", "2", "--train.timeout_seconds", "40"]

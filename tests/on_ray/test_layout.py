@@ -169,10 +169,7 @@ def test_a_teacher_that_was_lost_is_given_time_to_load_again():
     assert told == [12.0, 2.0, 2.0, 12.0, 2.0]
 
 
-@given(
-    sizes=st.lists(st.integers(0, 40), max_size=12),
-    limit=st.integers(1, 200),
-)
+@given(sizes=st.lists(st.integers(0, 40), max_size=12), limit=st.integers(1, 200))
 def test_pieces_are_all_weights_in_order(sizes, limit):
     weights = [(f"w{i}", torch.full((size,), float(i))) for i, size in enumerate(sizes)]
     pieces = list(bucket_tensors(weights, limit))

@@ -2,8 +2,6 @@
 after a kill; and nothing of them is left.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Servers that are actors of a cluster: ready, started again where they were, and gone with the run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@ student that writes ahead, in one run, while every part of it is killed in turn.
 from is then compared with the weights that its version names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

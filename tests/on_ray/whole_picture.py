@@ -2,8 +2,6 @@
 and teachers on servers of both programs. Its environment, and what it notes of the batches learnt from.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A base to begin from; attempts at a stage that end early, in this process, or in ones that are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess
@@ -21,6 +19,12 @@ from opd.models.causal_lm import CausalLM
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.checkpoint_saver import CheckpointSaver
+
+
+def run_only(recipe: Recipe, out: Path, stage: str) -> None:
+    """A run in `out`, of one stage."""
+    with RunFolder.create(out, recipe) as folder:
+        run_stage(recipe, folder, stage)
 
 
 def merged(
@@ -55,8 +59,7 @@ class StoppedError(Exception):
 
 def made_base(path: Path, recipe: Recipe) -> Path:
     """The folder of the base of a run at `path`: warmed up as `recipe` says, or made from noise."""
-    with RunFolder.create(path, recipe) as folder:
-        run_stage(recipe, folder, "base")
+    run_only(recipe, path, "base")
     return path / "base"
 
 

@@ -6,8 +6,6 @@ float64; what cannot is refused by every command with the same sentence. The tab
 `render_page()` writes that of the documentation (`docs/reference/public_inputs.md`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

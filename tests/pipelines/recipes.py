@@ -1,7 +1,5 @@
 """A recipe small enough to run whole in a few seconds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +54,40 @@ def tiny_recipe(**changes) -> Recipe:
     settings |= changes
     settings["runtime"] = {"threads": 1} | settings.get("runtime", {})  # whatever the machine
     return Recipe.model_validate(settings)
+
+
+def folder_recipe(folder: Path, **rollout: Any) -> Recipe:
+    """The model in `folder` as student, and as teacher of one domain."""
+    domain = {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 20, "teacher": "t"}
+    return Recipe.model_validate(
+        {
+            "name": "folder",
+            "model": {"path": str(folder)},
+            "teachers": {"t": {"path": str(folder)}},
+            "domains": {"sort": domain},
+            "rollout": {"max_new_tokens": 4, "max_sequence": 16} | rollout,
+            "distill": {"steps": 1, "prompts_per_domain": 2},
+            "baselines": {"methods": []},
+            "evaluation": {"prompts_per_domain": 4},
+        }
+    )
+
+
+def episode_settings(environment: dict[str, Any]) -> dict[str, Any]:
+    """What makes `sort` of `tiny_recipe` a domain of episodes, beside one of single answers."""
+    given = tiny_recipe()
+    domains = {name: one.model_dump(mode="json", exclude_none=True) for name, one in given.domains.items()}
+    domains["sort"]["environment"] = environment
+    return {
+        "model": {"config": {**given.model.config, "max_position_embeddings": 64}},
+        "domains": domains,
+        "base": {"steps": 100, "batch_size": 64, "right": 0.7, "wrong_rule": 0.2, "optim": {"lr": 0.01}},
+        "rollout": {"max_new_tokens": 12, "max_sequence": 32},
+        "specialist": {"steps": 2, "prompts_per_step": 4, "group_size": 2, "checkpoint_every": 1},
+        "distill": {"steps": 2, "prompts_per_domain": 4, "checkpoint_every": 1},
+        "baselines": {"methods": []},
+        "evaluation": {"prompts_per_domain": 6},
+    }
 
 
 NO_CURVE = {"prompts_per_domain": 20, "every": 0}

@@ -1,7 +1,5 @@
 """Adapter folders of public reports, as peft wrote them."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable
@@ -135,10 +133,7 @@ ADAPTERS = [
         "an adapter on a head that is tied to the embedding",
         "merged into both, without a word",
         "refused: the head is the embedding",
-        refuses(
-            r"lm_head",
-            adapted({"tie_word_embeddings": True}, target_modules=["lm_head"]),
-        ),
+        refuses(r"lm_head", adapted({"tie_word_embeddings": True}, target_modules=["lm_head"])),
     ),
     Report(
         "huggingface/peft#436",

@@ -1,7 +1,5 @@
 """Model folders of public reports: configurations and weights."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable
@@ -286,8 +284,7 @@ MODELS = [
         refuses(
             r"ties lm_head\.weight",
             described(
-                ("tie_word_embeddings",),
-                {"model_type": "gemma", "tie_word_embeddings": False, "head_dim": 8},
+                ("tie_word_embeddings",), {"model_type": "gemma", "tie_word_embeddings": False, "head_dim": 8}
             ),
         ),
     ),
@@ -303,12 +300,7 @@ MODELS = [
         "a tied model of which only the head is stored",
         "an embedding on the meta device",
         "the embedding is the head",
-        used(
-            renamed(
-                lambda name: name.replace("model.embed_tokens", "lm_head"),
-                tie_word_embeddings=True,
-            )
-        ),
+        used(renamed(lambda name: name.replace("model.embed_tokens", "lm_head"), tie_word_embeddings=True)),
     ),
     Report(
         "hiyouga/LlamaFactory#6803",
@@ -357,10 +349,7 @@ MODELS = [
         "a layer more than config.json counts (multi-token prediction)",
         "a ValueError while it loads",
         "refused, with the tensor's name",
-        refuses(
-            r"no place for.*layers\.2\.",
-            beside(name="model.layers.2.eh_proj.weight", shape=(32, 64)),
-        ),
+        refuses(r"no place for.*layers\.2\.", beside(name="model.layers.2.eh_proj.weight", shape=(32, 64))),
     ),
     Report(
         "OpenRLHF/OpenRLHF#1039",

@@ -1,7 +1,5 @@
 """Answers and rewards of public reports."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Data, rewards and recipes of public reports."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Callable

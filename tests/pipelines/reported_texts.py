@@ -1,7 +1,5 @@
 """Tokenizers, chat templates and demonstrations of public reports."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@
 `FOLDER/tasks.json` names run folders and stages; see `run_task`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

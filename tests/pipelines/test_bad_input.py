@@ -60,21 +60,21 @@ def sort_domain(**changes):
     return {"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 200} | changes}
 
 
-def test_unknown_key(tmp_path, capsys):
+def test_unknown_key(tmp_path, ends):
     recipe = write_recipe(tmp_path / "recipe.yaml")
     recipe.write_text(recipe.read_text().replace("prompts_per_domain: 8", "promts_per_domain: 8"))
-    assert main(["run", str(recipe), "--out", str(tmp_path / "run")]) == 2
-    one_sentence(capsys.readouterr().err, "promts_per_domain", "prompts_per_domain")
+    said = ends(2, ["run", str(recipe), "--out", str(tmp_path / "run")])
+    one_sentence(said.err, "promts_per_domain", "prompts_per_domain")
     assert not (tmp_path / "run").exists()
 
 
-def test_missing_teacher_for_a_domain(tmp_path, capsys):
+def test_missing_teacher_for_a_domain(tmp_path, ends):
     recipe = write_recipe(tmp_path / "recipe.yaml")
     recipe.write_text(
         recipe.read_text().replace("source: procedural:sort", "source: procedural:sort\n    teacher: nobody")
     )
-    assert main(["run", str(recipe), "--out", str(tmp_path / "run")]) == 2
-    one_sentence(capsys.readouterr().err, "domains.sort.teacher", "nobody", "teachers.nobody.path")
+    said = ends(2, ["run", str(recipe), "--out", str(tmp_path / "run")])
+    one_sentence(said.err, "domains.sort.teacher", "nobody", "teachers.nobody.path")
 
 
 @pytest.mark.some(1)

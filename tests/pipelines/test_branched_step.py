@@ -1,7 +1,5 @@
 """An episode of several branches in a step: it counts once, and so does each of its tokens."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

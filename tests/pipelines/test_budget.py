@@ -1,7 +1,5 @@
 """Shares of domains in a merge: scheduled, steered by what was measured, stopped, killed and bad state."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

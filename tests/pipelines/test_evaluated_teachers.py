@@ -1,7 +1,5 @@
 """Which teachers an evaluation measures, what they are called, and on which domains they count."""
 
-from __future__ import annotations
-
 from recipes import tiny_recipe
 
 from opd.pipelines.evaluation.evaluate import (

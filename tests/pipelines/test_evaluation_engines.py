@@ -1,17 +1,16 @@
 """Models are measured with the recipe's engine where they have its student's form, to the same answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
+from attempts import run_only
 from recipes import tiny_recipe
 
 from opd.pipelines.evaluation.evaluate import evaluate_models
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
-from opd.pipelines.run import record_results, run_stage
+from opd.pipelines.run import record_results
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.student import embedded_pool
 from opd.rollout.engine_pool import EnginePool
@@ -39,8 +38,7 @@ def new_base(out: Path, seed: int, **config) -> Path:
     recipe = tiny_recipe(base=None, seed=seed)
     model = {"config": recipe.model.config | config}
     recipe = tiny_recipe(base=None, seed=seed, model=model)
-    with RunFolder.create(out, recipe) as folder:
-        run_stage(recipe, folder, "base")
+    run_only(recipe, out, "base")
     return out / "base"
 
 

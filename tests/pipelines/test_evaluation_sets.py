@@ -1,7 +1,5 @@
 """Evaluation sets: prompts of their own, several answers each, measured on every model and shown."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

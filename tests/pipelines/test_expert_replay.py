@@ -1,7 +1,5 @@
 """A mixture of experts through the stages: the trainer sends tokens where the embedded engine sent them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

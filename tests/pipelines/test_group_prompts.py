@@ -1,7 +1,5 @@
 """Teachers whose prompts say what the step's answers were: siblings, attempts, feedback. Whole runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -13,7 +11,6 @@ import chatting
 import numpy as np
 import pytest
 import tiny
-import torch
 import yaml
 from attempts import interrupted_merge, merged, specialist_weights, stop
 from pydantic import ValidationError
@@ -74,11 +71,6 @@ def settings_of(base: Path, prompt: Any = TOLD, **changes) -> dict[str, Any]:
     } | changes
 
 
-def assert_equal(ours: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == others.keys()
-    assert all(torch.equal(ours[name], others[name]) for name in ours)
-
-
 def test_a_merge_learns_from_its_own_answers_and_a_stopped_run_goes_on(base, tmp_path):
     recipe = tiny_recipe(**settings_of(base))
     weights, rows = merged(recipe, tmp_path / "whole")
@@ -93,7 +85,7 @@ def test_a_merge_learns_from_its_own_answers_and_a_stopped_run_goes_on(base, tmp
     assert rows[0]["kl/copy"] == pytest.approx(0.0, abs=1e-9)
     assert rows[1]["kl/copy"] > 1e-9
     assert rows[2]["kl/copy"] == pytest.approx(0.0, abs=1e-9)  # renewed after two steps
-    assert_equal(interrupted_merge(recipe, tmp_path / "stopped"), weights)
+    tiny.assert_equal(interrupted_merge(recipe, tmp_path / "stopped"), weights)
 
 
 def test_a_copy_is_renewed_in_step_after_a_stop_between(base, tmp_path):
@@ -104,7 +96,7 @@ def test_a_copy_is_renewed_in_step_after_a_stop_between(base, tmp_path):
     assert [row["kl/copy"] < 1e-9 for row in rows] == [True, False, True, False]
     with RunFolder.create(tmp_path / "stopped", recipe) as folder:
         stop(recipe, folder, "merge", after=1)
-    assert_equal(merged(recipe, tmp_path / "stopped", RunFolder.resume)[0], weights)
+    tiny.assert_equal(merged(recipe, tmp_path / "stopped", RunFolder.resume)[0], weights)
 
 
 @pytest.mark.parametrize("schedule", ["in_turn", pytest.param("ahead", marks=pytest.mark.slow)])
@@ -115,7 +107,7 @@ def test_samples_on_disk_are_told_the_same(base, tmp_path, schedule):
         recipe = tiny_recipe(**settings_of(base, rollout=rollout, storage={"trajectories": home}))
         found.append(merged(recipe, tmp_path / home))
     (weights, rows), (others, other_rows) = found
-    assert_equal(others, weights)
+    tiny.assert_equal(others, weights)
     for name in ("kl/self", "teacher_prompt/sibling", "teacher_prompt/none"):
         assert [row[name] for row in other_rows] == [row[name] for row in rows]
 
@@ -150,7 +142,7 @@ def test_a_specialist_is_told_beside_its_rewards(base, tmp_path, loss):
     settings["distill"] |= {"samples_per_prompt": 1}  # the merge reads the student's prompts
     recipe = tiny_recipe(**settings)
     whole = specialist_weights(recipe, tmp_path / "whole")
-    assert_equal(whole, specialist_weights(recipe, tmp_path / "stopped", stop_after=2))
+    tiny.assert_equal(whole, specialist_weights(recipe, tmp_path / "stopped", stop_after=2))
     rows = read_metrics(tmp_path / "whole" / "stages" / "specialist-sort" / "metrics.jsonl")
     assert all(0 < row["teacher_prompt/none"] < 1 for row in rows)
     assert any(row.get("kl/self") for row in rows)
@@ -203,7 +195,7 @@ def test_groups_that_go_on_in_a_later_step_keep_their_prompts(base, tmp_path, sc
     assert sum(row["rollout/out_of_order"] for row in rows) > 2
     assert all(row["teacher_prompt/feedback"] > 0 for row in rows)
     if schedule == "in_turn":
-        assert_equal(interrupted_merge(recipe, tmp_path / "stopped"), weights)
+        tiny.assert_equal(interrupted_merge(recipe, tmp_path / "stopped"), weights)
 
 
 def test_equal_siblings_are_drawn_by_seed_and_uid():
@@ -301,11 +293,7 @@ SIBLING = "{sibling}={prompt}"
         ({"user": "{prompt}", "success_threshold": 0.5}, {}, "have no effect, because user names none"),
         ({"user": SIBLING, "fallback": ["{prompt}", "{feedback}{prompt}"]}, {}, "leave out what follows"),
         ({"user": SIBLING, "system": "{sibling}"}, {}, "system holds columns alone, and not {sibling}"),
-        (
-            SIBLING,
-            {"distill": {"steps": 1}},
-            r"but distill\.samples_per_prompt is 1; raise",
-        ),
+        (SIBLING, {"distill": {"steps": 1}}, r"but distill\.samples_per_prompt is 1; raise"),
         (
             SIBLING,
             {"baselines": {"methods": ["off_policy"]}, "teachers": {}},
@@ -333,12 +321,7 @@ def opened(recipe: Recipe) -> DomainSet:
 @pytest.mark.parametrize(
     ("prompt", "reward", "error", "sentence"),
     [
-        (
-            "{hint}{sibling}{prompt}",
-            None,
-            DataError,
-            "names {hint}, which .* lacks; it has .*sibling",
-        ),
+        ("{hint}{sibling}{prompt}", None, DataError, "names {hint}, which .* lacks; it has .*sibling"),
         ("{feedback}{prompt}", None, ValidationError, r"alone give; set domains\.sort\.reward to one"),
         ("{feedback}{prompt}", "exact", ValidationError, r"alone give; set domains\.sort\.reward to one"),
     ],

@@ -1,7 +1,5 @@
 """Epochs, an adaptive reference KL, whitening and GSPO together: resumed bit for bit, and what each does."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from attempts import stop
+from attempts import run_only, stop
 from dialects import SGLANG
 from little_models import little
 from recipes import tiny_recipe
@@ -218,8 +216,7 @@ def test_a_policy_learns_from_a_critics_advantages(base, tmp_path):
         "checkpoint_every": 20,
     }
     recipe = tiny_recipe(base=None, model={"path": str(base)}, domains=domains, specialist=own)
-    with RunFolder.create(tmp_path / "run", recipe) as folder:
-        run_stage(recipe, folder, STAGE)
+    run_only(recipe, tmp_path / "run", STAGE)
     rows = read_metrics(tmp_path / "run" / "stages" / STAGE / "metrics.jsonl")
     rewards, losses = ([row[name] for row in rows] for name in ("reward/mean", "critic/loss"))
     assert sum(rewards[-3:]) > 2 * sum(rewards[:3]) > 0

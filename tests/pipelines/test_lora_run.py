@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attempts import run_only
 from recipes import NO_CURVE, tiny_recipe
 from safetensors.torch import load_file
 
@@ -39,8 +40,7 @@ def recipe(**changes):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("lora") / "run"
-    with RunFolder.create(path, recipe()) as folder:
-        run_stage(recipe(), folder, "merge")
+    run_only(recipe(), path, "merge")
     return path
 
 

@@ -1,23 +1,20 @@
 """Who holds how much memory in which phase of a step: what the counters say is what is there."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from attempts import run_only
 from recipes import tiny_recipe
 
 from opd.config import Recipe
 from opd.metrics import MemoryMeter, PhaseTimer, read_metrics
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report.figures import KINDS, memory_per_phase
 from opd.pipelines.report.load import load_run
 from opd.pipelines.report.page import render_report
-from opd.pipelines.run import run_stage
 from opd.pipelines.stages.loop import step_costs
 
 PHASES = ("rollout", "score", "train", "sync")
@@ -38,8 +35,7 @@ def recipe_of(models: Path, **changes: Any) -> Recipe:
 
 def run(path: Path, recipe: Recipe, stage: str = "merge") -> list[dict[str, Any]]:
     """The metrics of a stage that has run."""
-    with RunFolder.create(path, recipe) as folder:
-        run_stage(recipe, folder, stage)
+    run_only(recipe, path, stage)
     return read_metrics(path / "stages" / stage / "metrics.jsonl")
 
 
@@ -126,12 +122,7 @@ def test_a_phase_keeps_its_largest_sample_and_parts_of_one_name_are_added():
     with timer("second"):
         pass
     found = {key: value for key, value in timer.add_to({}).items() if key.startswith("memory/")}
-    assert found == {
-        "memory/first/a": 10,
-        "memory/first/b": 1,
-        "memory/second/a": 2,
-        "memory/second/b": 1,
-    }
+    assert found == {"memory/first/a": 10, "memory/first/b": 1, "memory/second/a": 2, "memory/second/b": 1}
 
 
 AWAY = {

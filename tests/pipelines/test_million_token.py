@@ -1,7 +1,5 @@
 """The million-token example, with fewer tokens."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

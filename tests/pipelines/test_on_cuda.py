@@ -1,7 +1,5 @@
 """A whole merge on a device: given teachers, engine, cache and training as a run has them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pretend_cuda

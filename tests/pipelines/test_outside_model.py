@@ -1,7 +1,5 @@
 """Instruct models as others publish them go through a whole run, with 15 lines, at the first try."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -82,9 +80,7 @@ MORE = {
     "granite": (CHATML, FAMILIES["qwen2"][1], {"logits_scaling": 8.0, "residual_multiplier": 0.2}),
     "qwen3_moe": (CHATML, FAMILIES["qwen2"][1], _EXPERTS),
 }
-UNSTREAMED = {
-    "gpt_neox": (CHATML, FAMILIES["qwen2"][1], {}),
-}
+UNSTREAMED = {"gpt_neox": (CHATML, FAMILIES["qwen2"][1], {})}
 """Which a merge can only keep whole."""
 RECIPE = """\
 name: merge
@@ -174,13 +170,12 @@ def test_it_goes_through_at_the_first_try(family: str, tmp_path: Path, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("family", UNSTREAMED)
 def test_what_cannot_be_streamed_is_told_before_specialists_are_trained(
-    family: str, tmp_path: Path, monkeypatch, capsys
+    family: str, tmp_path: Path, monkeypatch, ends
 ) -> None:
     publish(tmp_path / "model", family)
     write_job(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "recipe.yaml", "--out", "run"]) == 2
-    told = " ".join(capsys.readouterr().err.split())
+    told = " ".join(ends(2, ["run", "recipe.yaml", "--out", "run"]).err.split())
     assert "teacher short, loud" in told
     assert "cannot be streamed" in told
     assert "set distill.teachers to local" in told

@@ -1,12 +1,11 @@
 """Domains with settings of their own: each is written in its own way and has its own share of the merge."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
+from attempts import run_only
 from recipes import own_rollout, tiny_recipe
 
 from opd.metrics import read_metrics
@@ -75,8 +74,7 @@ def test_domains_that_share_a_rollout_of_ones_own_have_one_way():
 def base(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "base"
     recipe = tiny_recipe(base=None)
-    with RunFolder.create(out, recipe) as folder:
-        run_stage(recipe, folder, "base")
+    run_only(recipe, out, "base")
     return out / "base"
 
 

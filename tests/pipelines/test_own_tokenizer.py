@@ -2,8 +2,6 @@
 measured; what the doctor says; refusals.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -13,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from attempts import interrupted_merge, merged
+from attempts import interrupted_merge, merged, run_only
 from pydantic import ValidationError
 from recipes import NO_CURVE, tiny_recipe
 from safetensors.torch import load_file
@@ -310,8 +308,7 @@ def test_a_merge_loads_a_teachers_tokenizer_for_prompts_and_for_answers(tmp_path
     load = student_stage.load_tokenizer
     monkeypatch.setattr(student_stage, "load_tokenizer", lambda path: loaded.append(str(path)) or load(path))
     recipe = own_teacher(tmp_path, distill={"steps": 1, "prompts_per_domain": 1})
-    with RunFolder.create(tmp_path / "run", recipe) as folder:
-        run_stage(recipe, folder, "merge")
+    run_only(recipe, tmp_path / "run", "merge")
     assert loaded.count(str(tmp_path / "other")) == 2
 
 

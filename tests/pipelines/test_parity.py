@@ -29,7 +29,6 @@ from opd.pipelines.check.parity import (
     modes_of,
     problem_of,
 )
-from opd.pipelines.cli import main
 from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.types import Sample
 
@@ -134,15 +133,14 @@ def test_the_noise_floor_is_rounding(scored):
     assert min(float(values.mean()) for values in scored["torch"]["qwen"].kl.values()) > 0.1
 
 
-def test_the_command_prints_a_table_and_the_floor(recipe, tmp_path, capsys, monkeypatch):
+def test_the_command_prints_a_table_and_the_floor(recipe, tmp_path, ends, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     # Two ranks are in `scored`; here the command is what is tested.
     two = {"torch": by_torch, "megatron TP 1": by_megatron}
     monkeypatch.setattr("opd.pipelines.check.parity.modes_of", lambda recipe: two)
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe.model_dump_json(exclude_none=True))
-    assert main(["doctor", str(path), "--parity"]) == 0
-    printed = capsys.readouterr().out
+    printed = ends(0, ["doctor", str(path), "--parity"]).out
     assert printed.count(" ok ") == 6
     assert printed.count("noise floor") == 2
     assert "1 responses of no token" in printed

@@ -1,7 +1,5 @@
 """What the policy stream makes of a whole step: the same numbers in memory, on disk and for any back end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

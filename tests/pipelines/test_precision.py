@@ -6,6 +6,7 @@ import pytest
 import tiny
 import tiny_types
 import torch
+from attempts import run_only
 from recipes import tiny_recipe
 from safetensors.torch import load_file
 
@@ -16,8 +17,6 @@ from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.check.models import Models
 from opd.pipelines.check.resources import check_precision
 from opd.pipelines.check.shapes import ModelShape
-from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
 from opd.pipelines.stages.precision import checkpoint_dtype, lost_share, model_dtype, some_weights
 from opd.storage.published import PublishedModel
 
@@ -58,8 +57,7 @@ def merge(tmp_path: Path, out: str, **changes) -> Path:
         "baselines": {"methods": []},
     }
     recipe = tiny_recipe(**settings | changes)
-    with RunFolder.create(tmp_path / out, recipe) as folder:
-        run_stage(recipe, folder, "merge")
+    run_only(recipe, tmp_path / out, "merge")
     return tmp_path / out
 
 

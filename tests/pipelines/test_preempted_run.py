@@ -1,7 +1,5 @@
 """A run that is told to stop, or is killed, in the middle of responses goes on to the same weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,10 +1,9 @@
 """A merge on answers of its teachers: they do not depend on the student, and all else is the merge's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
+from attempts import run_only
 from recipes import tiny_recipe
 
 from opd.errors import ConfigError
@@ -24,8 +23,7 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
     for name, changes in {"warm": {}, "random": {"base": None, "seed": 1}}.items():
         out = tmp_path_factory.mktemp("runs") / name
         recipe = tiny_recipe(**changes)
-        with RunFolder.create(out, recipe) as folder:
-            run_stage(recipe, folder, "base")
+        run_only(recipe, out, "base")
         made.append(out / "base")
     return made[0], made[1]
 
@@ -126,8 +124,7 @@ def test_killed_while_teachers_write_or_while_it_learns_it_ends_alike(
     )
     if stage != "merge":  # whose tokens say how long the baseline is
         for name in ("undisturbed", "disturbed"):
-            with RunFolder.create(tmp_path / name, recipe) as folder:
-                run_stage(recipe, folder, "merge")
+            run_only(recipe, tmp_path / name, "merge")
     monkeypatch.setattr(stages_student, "CHUNK_SECONDS", 0.0)  # a chunk each token, however fast it is here
     wrote = Dying(monkeypatch, TokenWAL, "append", lambda chunk: len(chunk.token_ids))
     learnt = Dying(monkeypatch, TorchBackend, "step")

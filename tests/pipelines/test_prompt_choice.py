@@ -2,8 +2,6 @@
 carries signal.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -67,12 +65,7 @@ def choice_of(data: DomainSet, signal: Sequence[bool], asked: list[EncodedPrompt
         for sample in samples.samples:
             sample.reward += 2.0
 
-    judge = Judge(
-        reward,
-        shape,
-        lambda s: list(filter(has_signal, s.groups)),
-        lambda sample: False,
-    )
+    judge = Judge(reward, shape, lambda s: list(filter(has_signal, s.groups)), lambda sample: False)
     settings = SpecialistConfig.model_validate({"group_size": 2, **config})
     return PromptChoice(data, ["sort", "add3"], "stage", settings, judge, tiny_recipe().seed)
 

@@ -1,7 +1,5 @@
 """Inputs of public reports, one by one; and the documentation's page of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

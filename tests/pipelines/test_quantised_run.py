@@ -1,7 +1,5 @@
 """Runs with `model.quantize`: engine and trainer hold the same FP8, which is written and gone on with."""
 
-from __future__ import annotations
-
 import json
 import signal
 from contextlib import ExitStack
@@ -10,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attempts import merged
+from attempts import merged, run_only
 from pydantic import ValidationError
 from recipes import NO_CURVE, tiny_recipe, write_recipe
 from test_preempted_run import finish, interrupt, start
@@ -25,7 +23,6 @@ from opd.models.hf_folder import quantisation_in
 from opd.models.hf_weights import check_weights
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
 from opd.pipelines.stages.served_engine import ServedHelpers
 from opd.pipelines.stages.student import embedded_pool
 from opd.pipelines.stages.supervised import new_base
@@ -115,8 +112,7 @@ def test_a_specialist_in_fp8_is_as_near_to_its_engine_as_another(tmp_path: Path)
     for name, more in (("plain", {}), ("fp8", FP8)):
         model = {"config": tiny_recipe().model.config} | more
         recipe = tiny_recipe(model=model, domains=domains, evaluation=NO_CURVE, base={"steps": 5})
-        with RunFolder.create(tmp_path / name, recipe) as folder:
-            run_stage(recipe, folder, "specialist-sort")
+        run_only(recipe, tmp_path / name, "specialist-sort")
         rows = (tmp_path / name / "stages/specialist-sort/metrics.jsonl").read_text().splitlines()
         nearest[name] = max(json.loads(row)["mismatch/max_abs"] for row in rows)
     for folder, stage in (("base", "base"), ("specialists/sort", "specialist-sort")):
@@ -169,15 +165,9 @@ def test_a_server_of_quantised_weights_is_refused(tmp_path: Path) -> None:
         ({"model": FP8 | {"lora": {}}}, "with model.lora adapters learn.*leave one of the two out"),
         ({"model": FP8 | {"dtype": "float16"}}, "float16 does not hold all numbers of model.quantize fp8"),
         ({"model": {"quantize": "fp4"}}, "fp8"),
-        (
-            {"model": FP8, "train": {"backend": "megatron"}},
-            "train.backend megatron does not keep; set",
-        ),
+        ({"model": FP8, "train": {"backend": "megatron"}}, "train.backend megatron does not keep; set"),
         ({"model": FP8, "train": {"backend": "deepspeed"}}, "train.backend deepspeed does not keep"),
-        (
-            {"model": FP8, "train": {"precision": "pure"}},
-            "train.precision pure does not keep; set",
-        ),
+        ({"model": FP8, "train": {"precision": "pure"}}, "train.precision pure does not keep; set"),
     ],
 )
 def test_what_fp8_cannot_be_together_with_is_said(changes: dict, said: str) -> None:

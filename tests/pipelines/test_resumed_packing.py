@@ -1,12 +1,10 @@
 """A stage that is resumed packs and compiles as it began to, whatever would be chosen now."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import tiny
-from attempts import stop
+from attempts import run_only, stop
 from recipes import tiny_recipe
 from torch._dynamo.backends.debugging import aot_eager
 
@@ -35,8 +33,7 @@ def test_micro_batches_of_a_resumed_stage_are_those_it_began_with(tmp_path, monk
     open_size = recipe()
     for name, tokens in (("whole", 64), ("other", 4096)):
         monkeypatch.setattr(backend, "PLAIN", tokens)
-        with RunFolder.create(tmp_path / name, open_size) as folder:
-            run_stage(open_size, folder, "base")
+        run_only(open_size, tmp_path / name, "base")
     assert digest(tmp_path / "whole") != digest(tmp_path / "other")  # the size is seen in the weights
 
     monkeypatch.setattr(backend, "PLAIN", 64)
@@ -50,19 +47,16 @@ def test_micro_batches_of_a_resumed_stage_are_those_it_began_with(tmp_path, monk
 
 def test_a_size_that_a_recipe_names_is_that_size(tmp_path, monkeypatch) -> None:
     named = recipe(max_tokens=64)
-    with RunFolder.create(tmp_path / "named", named) as folder:
-        run_stage(named, folder, "base")
+    run_only(named, tmp_path / "named", "base")
     monkeypatch.setattr(backend, "PLAIN", 64)
-    with RunFolder.create(tmp_path / "chosen", recipe()) as folder:
-        run_stage(recipe(), folder, "base")
+    run_only(recipe(), tmp_path / "chosen", "base")
     assert digest(tmp_path / "named") == digest(tmp_path / "chosen")
 
 
 def test_a_run_of_an_earlier_version_goes_on_as_it_was(tmp_path, monkeypatch) -> None:
     """Its recipe says 4096, which was the default, and its checkpoints nothing of it."""
     named = recipe(max_tokens=4096)
-    with RunFolder.create(tmp_path / "whole", named) as folder:
-        run_stage(named, folder, "base")
+    run_only(named, tmp_path / "whole", "base")
     described = LoopState.checkpoint_state
     with monkeypatch.context() as earlier:
         earlier.setattr(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from attempts import run_only
 from recipes import NO_CURVE, tiny_recipe, write_recipe
 from test_kill_and_resume import digests, finish, middle_of, start
 
@@ -16,7 +17,7 @@ from opd.pipelines.records.stage_names import model_stage, split_round, stage_mo
 from opd.pipelines.report import write_report
 from opd.pipelines.report.display_text import model_label, stage_label
 from opd.pipelines.report.results import stage_order
-from opd.pipelines.run import run_pipeline, run_stage
+from opd.pipelines.run import run_pipeline
 from opd.pipelines.stages.pipeline_plan import plan_stages, with_needs
 from opd.pipelines.stages.rounds import ended_recipe, plan_portions
 
@@ -175,8 +176,7 @@ def test_the_student_starts_from_a_merge_of_weights(tmp_path, methods):
     plan = plan_stages(recipe)
     assert list(plan).index("baseline-slerp") < list(plan).index("merge")
     assert sum(stage.startswith("baseline") for stage in plan) == max(len(methods), 1)
-    with RunFolder.create(tmp_path / "run", recipe) as folder:
-        run_stage(recipe, folder, "merge")
+    run_only(recipe, tmp_path / "run", "merge")
     made = digests(tmp_path / "run")
     assert made["merged"] == made["baselines/slerp"] not in (made["base"], made["specialists/sort"])
     assert f"base_model: {tmp_path}/run/baselines/slerp" in (tmp_path / "run/merged/README.md").read_text()

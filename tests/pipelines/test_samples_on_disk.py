@@ -1,7 +1,5 @@
 """Samples on disk: what they are in memory, two micro-batches at a time."""
 
-from __future__ import annotations
-
 import re
 import resource
 import tempfile

@@ -1,7 +1,5 @@
 """A checkpoint that is written while the stage goes on: who is told of it, and when."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

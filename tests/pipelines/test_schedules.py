@@ -1,11 +1,10 @@
 """Writing while learning: bounded ages, the same tokens whoever is faster, and a resume that goes on."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
 import pytest
+from attempts import run_only
 from recipes import tiny_recipe
 
 from opd.metrics import read_metrics
@@ -42,8 +41,7 @@ def base(tiny_run):
 
 def specialist(path: Path, recipe) -> tuple[str, list[dict]]:
     """Digest and metrics of a specialist."""
-    with RunFolder.create(path, recipe) as folder:
-        run_stage(recipe, folder, STAGE)
+    run_only(recipe, path, STAGE)
     digest = CausalLM.from_pretrained(path / "specialists/add3").digest()
     return digest, read_metrics(path / "stages" / STAGE / "metrics.jsonl")
 
@@ -113,8 +111,7 @@ def test_a_merge_with_a_learning_curve(base, tmp_path, schedule):
     recipe = recipe_with(base, schedule=schedule)
     teachers = {"sort": {"path": str(base)}, "add3": {"path": str(base)}}
     recipe = type(recipe).model_validate(recipe.model_dump(mode="json") | {"teachers": teachers})
-    with RunFolder.create(tmp_path / "run", recipe) as folder:
-        run_stage(recipe, folder, "merge")
+    run_only(recipe, tmp_path / "run", "merge")
     rows = read_metrics(tmp_path / "run" / "stages" / "merge" / "metrics.jsonl")
     assert len(rows) == 4
     assert "accuracy/sort" in rows[1]

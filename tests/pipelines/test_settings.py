@@ -3,28 +3,20 @@
 from pathlib import Path
 
 import pytest
+from attempts import run_only
 from recipes import NO_CURVE, tiny_recipe
 
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
 
 SPECIALIST = {"steps": 3, "prompts_per_step": 8, "group_size": 4, "minibatches": 2}
 DISTILL = {"steps": 2, "prompts_per_domain": 6}
 
 
-@pytest.fixture(scope="module")
-def whole(tiny_run):
-    """A base and its two specialists."""
-    return tiny_run
-
-
 def run(path: Path, stage: str, **settings) -> list[dict]:
     """The metrics of one stage."""
     recipe = tiny_recipe(base=None, baselines={"methods": []}, evaluation=NO_CURVE, **settings)
-    with RunFolder.create(path, recipe) as folder:
-        run_stage(recipe, folder, stage)
+    run_only(recipe, path, stage)
     return read_metrics(path / "stages" / stage / "metrics.jsonl")
 
 
@@ -47,20 +39,20 @@ def run(path: Path, stage: str, **settings) -> list[dict]:
     ],
     ids=str,
 )
-def test_specialist(whole, tmp_path, changes, metric):
-    model = {"path": str(whole / "base")}
+def test_specialist(tiny_run, tmp_path, changes, metric):
+    model = {"path": str(tiny_run / "base")}
     rows = run(tmp_path / "run", "specialist-add3", model=model, specialist=SPECIALIST | changes)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert any(metric in row for row in rows)
     assert all(row["mismatch/max_abs"] < 1e-3 for row in rows if "mismatch/max_abs" in row)
-    before = CausalLM.from_pretrained(whole / "base").digest()
+    before = CausalLM.from_pretrained(tiny_run / "base").digest()
     assert CausalLM.from_pretrained(tmp_path / "run/specialists/add3").digest() != before
 
 
 BOTH = {"sort": 0.5, "add3": 0.5}
 
 
-def merge(whole, path, **distill):
+def merge(tiny_run, path, **distill):
     teacher, storage = distill.pop("teacher", None), distill.pop("storage", {})
     more = {"rollout": distill.pop("rollout")} if "rollout" in distill else {}
     domains = tiny_recipe().model_dump(mode="json")["domains"]
@@ -68,8 +60,8 @@ def merge(whole, path, **distill):
     return run(
         path,
         "merge",
-        model={"path": str(whole / "base")},
-        teachers={d: {"path": str(whole / "specialists" / d)} for d in ("sort", "add3")},
+        model={"path": str(tiny_run / "base")},
+        teachers={d: {"path": str(tiny_run / "specialists" / d)} for d in ("sort", "add3")},
         domains=domains,
         distill=DISTILL | distill,
         storage=storage,
@@ -94,8 +86,8 @@ def merge(whole, path, **distill):
     ],
     ids=str,
 )
-def test_merge_by_every_estimator(whole, tmp_path, loss):
-    rows = merge(whole, tmp_path / "run", loss=loss)
+def test_merge_by_every_estimator(tiny_run, tmp_path, loss):
+    rows = merge(tiny_run, tmp_path / "run", loss=loss)
     assert len(rows) == 2
     assert rows[0]["kl/mean"] != 0
     assert rows[0]["mismatch/max_abs"] < 1e-3
@@ -123,10 +115,10 @@ AHEAD = {"max_new_tokens": 5, "max_sequence": 16, "schedule": "ahead"}
     ],
     ids=["kl", "top-k", "k1 and a correction", "k1 and a reward", "reward", "somebody's estimator"],
 )
-def test_samples_on_disk_and_sequences_in_pieces_make_the_same_merge(whole, tmp_path, changes):
-    plain = merge(whole, tmp_path / "memory", **changes)
+def test_samples_on_disk_and_sequences_in_pieces_make_the_same_merge(tiny_run, tmp_path, changes):
+    plain = merge(tiny_run, tmp_path / "memory", **changes)
     batch = {"max_tokens": 40, "sequence_chunk": 8}
-    rows = merge(whole, tmp_path / "disk", batch=batch, storage={"trajectories": "disk"}, **changes)
+    rows = merge(tiny_run, tmp_path / "disk", batch=batch, storage={"trajectories": "disk"}, **changes)
     passing = (
         "time",
         "memory/",
@@ -151,8 +143,8 @@ def test_samples_on_disk_and_sequences_in_pieces_make_the_same_merge(whole, tmp_
     assert not (tmp_path / "disk/stages/merge/trajectories").exists()
 
 
-def test_a_reward_beside_the_distillation(whole, tmp_path):
-    rows = merge(whole, tmp_path / "run", rl_coef=0.5, samples_per_prompt=4)
+def test_a_reward_beside_the_distillation(tiny_run, tmp_path):
+    rows = merge(tiny_run, tmp_path / "run", rl_coef=0.5, samples_per_prompt=4)
     assert "policy/clip_ratio" in rows[0]
     assert rows[0]["kl/mean"] > 0
 
@@ -160,8 +152,8 @@ def test_a_reward_beside_the_distillation(whole, tmp_path):
 @pytest.mark.some(1)
 @pytest.mark.parametrize("mixture", ["one_hot", "geometric", "arithmetic"])
 @pytest.mark.parametrize("loss", [{"type": "full"}, {"type": "k1"}], ids=str)
-def test_two_teachers_for_one_domain(whole, tmp_path, mixture, loss):
-    rows = merge(whole, tmp_path / "run", mixture=mixture, teacher=BOTH, loss=loss)
+def test_two_teachers_for_one_domain(tiny_run, tmp_path, mixture, loss):
+    rows = merge(tiny_run, tmp_path / "run", mixture=mixture, teacher=BOTH, loss=loss)
     assert rows[0]["resident_heads_peak"] == (1 if mixture == "one_hot" else 2)
     assert rows[0]["head_loads"] <= 3
     if mixture == "geometric" and loss["type"] == "full":
@@ -169,8 +161,8 @@ def test_two_teachers_for_one_domain(whole, tmp_path, mixture, loss):
 
 
 @pytest.mark.parametrize("mixture", ["entropy", pytest.param("lowest_entropy", marks=pytest.mark.slow)])
-def test_two_teachers_weigh_by_their_entropies(whole, tmp_path, mixture):
-    rows = merge(whole, tmp_path / "run", mixture=mixture, teacher=BOTH, loss={"type": "full"})
+def test_two_teachers_weigh_by_their_entropies(tiny_run, tmp_path, mixture):
+    rows = merge(tiny_run, tmp_path / "run", mixture=mixture, teacher=BOTH, loss={"type": "full"})
     assert rows[0]["gate/sort"] + rows[0]["gate/add3"] == pytest.approx(1)
     assert 0 < rows[0]["gate/sort"] < 1
     assert rows[0]["resident_heads_peak"] == 2
@@ -178,7 +170,7 @@ def test_two_teachers_weigh_by_their_entropies(whole, tmp_path, mixture):
     assert ("kl/floor" in rows[0]) == (mixture == "entropy")
 
 
-def test_a_domain_has_its_own_divergence(whole, tmp_path):
+def test_a_domain_has_its_own_divergence(tiny_run, tmp_path):
     """Only its own metric changes in the first step, in which no weight has moved."""
     rows = {}
     for kind in ("reverse", "forward"):
@@ -187,8 +179,8 @@ def test_a_domain_has_its_own_divergence(whole, tmp_path):
         rows[kind] = run(
             tmp_path / kind,
             "merge",
-            model={"path": str(whole / "base")},
-            teachers={d: {"path": str(whole / "specialists" / d)} for d in ("sort", "add3")},
+            model={"path": str(tiny_run / "base")},
+            teachers={d: {"path": str(tiny_run / "specialists" / d)} for d in ("sort", "add3")},
             domains=domains,
             distill=DISTILL,
         )[0]
@@ -205,9 +197,9 @@ def test_settings_without_effect_are_refused():
         tiny_recipe(specialist={"reference_kl": {"coef": 0.1, "estimator": "k1", "placement": "loss"}})
 
 
-def test_stop_strings_end_responses(whole, tmp_path):
+def test_stop_strings_end_responses(tiny_run, tmp_path):
     own = tiny_recipe().model_dump(mode="json")["rollout"]
-    model = {"path": str(whole / "base")}
+    model = {"path": str(tiny_run / "base")}
     rollout = own | {"stop": ["7"]}
     first = SPECIALIST | {"steps": 1}
     rows = run(tmp_path / "run", "specialist-add3", model=model, specialist=first, rollout=rollout)

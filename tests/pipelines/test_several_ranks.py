@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from attempts import run_only
 from recipes import tiny_recipe, write_recipe
 from safetensors.torch import load_file
 
@@ -16,8 +17,6 @@ from opd.config import BatchConfig, OptimConfig, TrainConfig
 from opd.errors import ConfigError
 from opd.metrics import read_metrics
 from opd.pipelines.launch.local import check_ranks
-from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
 from opd.ranks import Ranks
 from opd.train.backend import TrainingSettings
 from opd.train.backends import open_backend
@@ -44,33 +43,26 @@ LOSSES = {
 more = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def trained(tiny_run):
-    """A base and its specialists."""
-    return tiny_run
-
-
-def merge(trained: Path, loss: str = "kl") -> dict:
+def merge(tiny_run: Path, loss: str = "kl") -> dict:
     """What a recipe says that merges these specialists."""
     return {
-        "model": {"path": str(trained / "base")},
+        "model": {"path": str(tiny_run / "base")},
         "base": None,
-        "teachers": {name: {"path": str(trained / "specialists" / name)} for name in ("sort", "add3")},
+        "teachers": {name: {"path": str(tiny_run / "specialists" / name)} for name in ("sort", "add3")},
         "distill": MERGE | LOSSES[loss],
         "baselines": {"methods": []},
     }
 
 
 @pytest.fixture(scope="module")
-def alone(trained, tmp_path_factory):
+def alone(tiny_run, tmp_path_factory):
     """The student of one process with samples in memory, by the loss."""
 
     @functools.cache
     def student(loss: str) -> dict[str, torch.Tensor]:
         path = tmp_path_factory.mktemp(f"alone-{loss}") / "run"
-        recipe = tiny_recipe(**merge(trained, loss))
-        with RunFolder.create(path, recipe) as folder:
-            run_stage(recipe, folder, "merge")
+        recipe = tiny_recipe(**merge(tiny_run, loss))
+        run_only(recipe, path, "merge")
         return load_file(path / "merged" / "model.safetensors")
 
     return student
@@ -98,19 +90,19 @@ def alone(trained, tmp_path_factory):
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("trajectories", "memory"),
 )
-def test_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, loss, storage):
+def test_ranks_make_the_student_of_one(tiny_run, alone, tmp_path, launch, loss, storage):
     skip_without(launch)
     train = {"ranks": 2, **LAUNCHES[launch]}
     away = launch in ("context", "megatron", "megatron stages", "deepspeed")
     offload = {"offload": {"engine": True, "trainer": True}} if away else {}
-    changes = merge(trained, loss) | {"train": train, "storage": storage, "runtime": offload}
+    changes = merge(tiny_run, loss) | {"train": train, "storage": storage, "runtime": offload}
     if launch == "auto":  # in which one rank has room for half of a response
         changes["distill"] |= {"batch": {"max_tokens": 6}}
     recipe = write_recipe(tmp_path / "recipe.yaml", **changes)
     out = tmp_path / "run"
     command(recipe, out, "distill")
     ours, expected = load_file(out / "merged" / "model.safetensors"), alone(loss)
-    start = load_file(trained / "base" / "model.safetensors")
+    start = load_file(tiny_run / "base" / "model.safetensors")
     tiny.assert_learnt_alike(ours, expected, start)
     rows = read_metrics(out / "stages/merge/metrics.jsonl")
     if away:
@@ -131,20 +123,20 @@ def test_ranks_make_the_student_of_one(trained, alone, tmp_path, launch, loss, s
 @pytest.mark.parametrize("storage", [{}, DISK], ids=["memory", "disk"])
 @pytest.mark.parametrize("loss", ["k1", "full"])
 @pytest.mark.parametrize("launch", [name for name in LAUNCHES if name not in ("fsdp", "auto")])
-def test_two_ranks_make_a_specialist_that_follows_a_teacher(trained, tmp_path, launch, loss, storage):
+def test_two_ranks_make_a_specialist_that_follows_a_teacher(tiny_run, tmp_path, launch, loss, storage):
     skip_without(launch)
     found = []
     opd = {"teacher": "old", "coef": 0.5, "loss": {"type": loss}}
     specialist = {"steps": 3, "prompts_per_step": 7, "group_size": 4, "minibatches": 2, "opd": opd}
     specialist["refill"] = {"limit": 2}
     for train in ({}, {"ranks": 2, **LAUNCHES[launch]}):
-        changes = merge(trained) | {"teachers": {"old": {"path": str(trained / "specialists" / "sort")}}}
+        changes = merge(tiny_run) | {"teachers": {"old": {"path": str(tiny_run / "specialists" / "sort")}}}
         changes |= {"specialist": specialist, "train": train, "storage": storage}
         recipe = write_recipe(tmp_path / "recipe.yaml", **changes)
         out = tmp_path / ("ranks" if train else "alone")
         command(recipe, out, "specialist", "--domain", "add3")
         found.append(load_file(out / "specialists" / "add3" / "model.safetensors"))
-    start = load_file(trained / "base" / "model.safetensors")
+    start = load_file(tiny_run / "base" / "model.safetensors")
     expected, ours = found
     assert ours.keys() == expected.keys()
     moved = max(float((expected[name] - start[name]).abs().max()) for name in expected)
@@ -197,15 +189,13 @@ def test_ranks_that_cannot_be_divided_are_refused():
         TrainConfig(ranks=3, backend="megatron", pipeline_parallel=2)
     with pytest.raises(ValueError, match=r"teacher sort is of type megatron.* set its type to streamed"):
         tiny_recipe(
-            train={"backend": "megatron", "pipeline_parallel": 2},
-            distill={"teachers": {"type": "megatron"}},
+            train={"backend": "megatron", "pipeline_parallel": 2}, distill={"teachers": {"type": "megatron"}}
         )
     with pytest.raises(
         ValueError, match=r"tensor_parallel 1 and whole sequences, .* has train.tensor_parallel 2"
     ):
         tiny_recipe(
-            train={"backend": "megatron", "tensor_parallel": 2},
-            distill={"teachers": {"type": "megatron"}},
+            train={"backend": "megatron", "tensor_parallel": 2}, distill={"teachers": {"type": "megatron"}}
         )
     shared = {"backend": "megatron", "tensor_parallel": 2, "context_parallel": 2}
     with pytest.raises(

@@ -1,7 +1,5 @@
 """Supervised fine-tuning from files: the gradient, packing, resume, and the stages it is part of."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,8 +1,7 @@
 """A specialist on shaped rewards: the same wherever its samples are, and what it says of them."""
 
-from __future__ import annotations
-
 import pytest
+from attempts import run_only
 from pydantic import ValidationError
 from recipes import shaped_specialist, tiny_recipe
 
@@ -15,8 +14,7 @@ from opd.pipelines.run import run_stage
 @pytest.mark.slow
 def test_a_specialist_learns_the_same_of_samples_in_memory_and_on_disk(tmp_path):
     ends, rows = [], []
-    with RunFolder.create(tmp_path / "base", tiny_recipe(base=None)) as folder:
-        run_stage(tiny_recipe(base=None), folder, "base")
+    run_only(tiny_recipe(base=None), tmp_path / "base", "base")
     for kept in ("memory", "disk"):
         recipe = tiny_recipe(
             base=None,

@@ -1,7 +1,5 @@
 """A run of adapters has its base once: trainer, engine, teachers and reference; and plan says so."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

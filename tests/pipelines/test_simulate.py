@@ -1,7 +1,5 @@
 """The simulated cluster: time is conserved, limits are right, ages are bounded, a seed fixes everything."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from opd.pipelines.check.cluster import (
     train_seconds,
 )
 from opd.pipelines.check.simulate import SimulationResult, TeacherPasses, simulate_cluster
-from opd.pipelines.cli import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "ten_teachers.yaml"
 MODEL = {
@@ -190,23 +187,20 @@ def test_the_pass_by_hand():
     assert slow.end == 3 * 4 + 3
 
 
-def test_the_command_prints_an_answer_and_says_what_does_not_fit(tmp_path, capsys):
+def test_the_command_prints_an_answer_and_says_what_does_not_fit(tmp_path, ends):
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(cluster().model_dump(mode="json", exclude_none=True)))
     assert load_cluster(path) == cluster()
-    assert main(["plan", "--simulate", str(path)]) == 0
-    text = capsys.readouterr().out
+    text = ends(0, ["plan", "--simulate", str(path)]).out
     assert "14 GPUs (8 rollout in engines of 2, 4 train, 2 teachers)" in text
     assert "staleness at most 0 updates (bound 0)" in text
     small = cluster(gpu={"memory_gb": 30})
     path.write_text(yaml.safe_dump(small.model_dump(mode="json", exclude_none=True)))
-    assert main(["plan", "--simulate", str(path)]) == 1
-    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert "DOES NOT FIT" in ends(1, ["plan", "--simulate", str(path)]).out
 
 
-def test_the_example_is_answered(capsys):
-    assert main(["plan", "--simulate", str(EXAMPLE)]) == 0
-    text = capsys.readouterr().out
+def test_the_example_is_answered(ends):
+    text = ends(0, ["plan", "--simulate", str(EXAMPLE)]).out
     assert "256 GPUs" in text
     assert "10 teachers of 1 T parameters" in text
     readme = (EXAMPLE.parent / "README.md").read_text()

@@ -1,7 +1,5 @@
 """A merge that begins with soft labels where the first step says foreign: decided, stopped, killed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Stages of every kind on two ranks, some of unequal pace, in one launch, compared with one process."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterable
@@ -11,6 +9,7 @@ import pytest
 import stage_ranks
 import tiny
 import torch
+from attempts import run_only
 from full import FULL
 from rank_processes import run_ranks
 from recipes import tiny_recipe
@@ -19,7 +18,6 @@ from safetensors.torch import load_file
 from opd.metrics import read_metrics
 from opd.models.adapters import BASE_DIGEST, read_adapter
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
 from opd.storage.tensors import TensorParts
 from opd.train.optimizer import learning_rate
 
@@ -75,14 +73,8 @@ TASKS = {
             "train": {"context_parallel": 2},
         },
     ),
-    "ahead": (
-        "specialist-add3",
-        {"specialist": SPECIALIST | TIS, "rollout": {"schedule": "ahead"}},
-    ),
-    "async": (
-        "merge",
-        {"distill": MERGE | {"steps": 4}, "rollout": {"schedule": "async", "max_ahead": 2}},
-    ),
+    "ahead": ("specialist-add3", {"specialist": SPECIALIST | TIS, "rollout": {"schedule": "ahead"}}),
+    "async": ("merge", {"distill": MERGE | {"steps": 4}, "rollout": {"schedule": "async", "max_ahead": 2}}),
     "adapters": ("merge", ADAPTERS | {"rollout": SHARDED}),
     "adapters, megatron": ("merge", ADAPTERS | MEGATRON),
     "adapters, megatron, cut engine": ("merge", ADAPTERS | MEGATRON | {"rollout": SHARDED}),
@@ -181,8 +173,7 @@ def alone(base, tmp_path_factory):
         stage, changes = TASKS[name]
         recipe = tiny_recipe(**settings(base, changes) | {"train": {}})
         path = tmp_path_factory.mktemp("alone") / name
-        with RunFolder.create(path, recipe) as folder:
-            run_stage(recipe, folder, stage)
+        run_only(recipe, path, stage)
         return path
 
     return run

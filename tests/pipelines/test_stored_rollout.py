@@ -1,7 +1,5 @@
 """Responses on disk: they leave memory and log when they end, and a later attempt finds them."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attempts import run_only
 from by_calls import ByCalls
 from recipes import tiny_recipe
 
@@ -80,8 +79,7 @@ def base(tmp_path_factory) -> Path:
     recipe = tiny_recipe(base=warmup)
     assert recipe.model.config is not None
     recipe.model.config["max_position_embeddings"] = GENERATE["max_sequence"]
-    with RunFolder.create(path, recipe) as folder:
-        run_stage(recipe, folder, "base")
+    run_only(recipe, path, "base")
     teacher = CausalLM.from_pretrained(path / "base")
     with torch.no_grad():
         for parameter in teacher.module.parameters():
@@ -150,10 +148,7 @@ def test_the_memory_of_a_rollout_does_not_hold_its_batch(base, tmp_path, monkeyp
     for count in counts:
         out = tmp_path / f"run-{len(peaks)}"
         recipe = recipe_of(base, rollout=GENERATE)
-        with (
-            RunFolder.create(out, recipe) as folder,
-            merging(folder, recipe, PlainEngine(length)) as run,
-        ):
+        with RunFolder.create(out, recipe) as folder, merging(folder, recipe, PlainEngine(length)) as run:
             peaks.append(peak(lambda run=run, count=count: write(run, count)))
             log = run.student.rollouts.logs.tokens  # type: ignore[union-attr]
             assert log.uids() == []

@@ -1,14 +1,12 @@
 """A run whose student is its own teacher: beside others and rewards, killed, resumed, on disk, on ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+import tiny
 from attempts import killed_merge, merged, run_distill, specialist_weights, stop, write_recipe_of
 from pydantic import ValidationError
 from recipes import NO_CURVE, tiny_recipe, varied
@@ -60,11 +58,6 @@ def recipe_of(base: Path, **changes) -> Recipe:
     return tiny_recipe(**settings_of(base, **changes))
 
 
-def assert_equal(ours: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == others.keys()
-    assert all(torch.equal(ours[name], others[name]) for name in ours)
-
-
 def test_a_student_and_its_average_teach_and_a_stopped_run_goes_on(base, tmp_path, monkeypatch):
     digests: list[list[str]] = []
     score = StudentTeacher.score
@@ -87,7 +80,7 @@ def test_a_student_and_its_average_teach_and_a_stopped_run_goes_on(base, tmp_pat
     (checkpoint,) = (stopped / "stages" / "merge" / "checkpoints").glob("step_*")
     assert (checkpoint / "average.safetensors").is_file()
     resumed, again = merged(recipe, stopped, RunFolder.resume)
-    assert_equal(resumed, weights)
+    tiny.assert_equal(resumed, weights)
     assert [row["kl/slow"] for row in again] == [row["kl/slow"] for row in rows]
 
 
@@ -110,7 +103,7 @@ def test_samples_on_disk_and_offloading_change_nothing(base, tmp_path, changes):
     plain = {"rollout": changes["rollout"]} if "rollout" in changes else {}
     expected, rows = merged(recipe_of(base, **plain), tmp_path / "plain")
     found, others = merged(recipe_of(base, **changes), tmp_path / "changed")
-    assert_equal(found, expected)
+    tiny.assert_equal(found, expected)
     assert [row["kl/self"] for row in others] == [row["kl/self"] for row in rows]
 
 
@@ -170,7 +163,7 @@ def test_a_specialist_follows_itself_in_several_updates(base, tmp_path, loss):
     settings["specialist"] = own | {"opd": opd}
     recipe = tiny_recipe(**settings)
     whole = specialist_weights(recipe, tmp_path / "whole")
-    assert_equal(whole, specialist_weights(recipe, tmp_path / "stopped", stop_after=2))
+    tiny.assert_equal(whole, specialist_weights(recipe, tmp_path / "stopped", stop_after=2))
     rows = read_metrics(tmp_path / "whole" / "stages" / "specialist-sort" / "metrics.jsonl")
     assert all(abs(row["kl/self"]) > 1e-7 for row in rows)
 
@@ -183,7 +176,7 @@ def test_a_killed_run_goes_on_with_the_average(base, tmp_path, storage):
     settings["teachers"]["self"] = AVERAGE
     killed, whole = killed_merge(tiny_recipe(**settings), tmp_path)
     merged_weights = [load_file(one / "merged" / "model.safetensors") for one in (whole, killed)]
-    assert_equal(*merged_weights)
+    tiny.assert_equal(*merged_weights)
 
 
 @pytest.mark.slow

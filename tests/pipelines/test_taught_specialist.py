@@ -1,7 +1,5 @@
 """A specialist that follows teachers beside its rewards: its gradient, what it shares with the merge."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attempts import run_only
 from recipes import tiny_recipe
 from transformers import AutoModelForCausalLM
 
@@ -326,8 +325,7 @@ def test_what_refills_a_step_is_told_to_teachers_at_once(models, tmp_path, monke
     teachers: dict[str, Any] = {name: {"path": str(models / name)} for name in ("t", "u")}
     teachers["u"] |= {"type": "sglang", "urls": ["http://127.0.0.1:1"]}  # which nobody asks here
     recipe = recipe_of(models, teacher=None, specialist=own, teachers=teachers)
-    with RunFolder.create(tmp_path / "run", recipe) as folder:
-        run_stage(recipe, folder, "specialist-sort")
+    run_only(recipe, tmp_path / "run", "specialist-sort")
     rows = read_metrics(tmp_path / "run/stages/specialist-sort/metrics.jsonl")
     assert [len(uids) for uids in asked] == [3 * row["refill/taken"] for row in rows]
     assert all(row["refill/taken"] > 12 for row in rows)
@@ -355,8 +353,7 @@ def test_a_specialist_with_a_teacher_learns_faster(tmp_path):
             teachers={"t": {"path": str(tmp_path / "expert/base")}},
             specialist=own | {"minibatches": 2, "opd": opd},
         )
-        with RunFolder.create(tmp_path / name, recipe) as folder:
-            run_stage(recipe, folder, "specialist-sort")
+        run_only(recipe, tmp_path / name, "specialist-sort")
         rows = read_metrics(tmp_path / name / "stages/specialist-sort/metrics.jsonl")
         rewards[name] = float(np.mean([row["reward/mean"] for row in rows[-5:]]))
         assert any(key.startswith(("kl/", "head_", "teacher")) for row in rows for key in row) == bool(opd)
@@ -458,8 +455,7 @@ def test_a_step_of_one_update_is_the_same_without_a_pass_before_it(models, tmp_p
         more = {"prompts_per_step": 12, "group_size": 3, "minibatches": 1, "steps": 2} | SPARED[case]
         recipe = recipe_of(models, teacher=None, specialist=more, storage={"trajectories": home})
         out = tmp_path / str(needed)
-        with RunFolder.create(out, recipe) as run:
-            run_stage(recipe, run, "specialist-sort")
+        run_only(recipe, out, "specialist-sort")
         weights = dict(CausalLM.from_pretrained(out / "specialists" / "sort").weights())
         found.append((weights, read_metrics(out / "stages" / "specialist-sort" / "metrics.jsonl")))
     for name, tensor in found[0][0].items():
@@ -481,8 +477,7 @@ def test_what_few_updates_have_is_not_watered_down(models, tmp_path):
         own = taught(LOSSES["full"], teacher={"t": 0.5, "u": 0.5}) | {"steps": 1, "minibatches": parts}
         own |= {"optim": {"lr": 1e-9}, "group_size": 2}
         recipe = recipe_of(models, teacher=None, specialist=own)
-        with RunFolder.create(tmp_path / str(parts), recipe) as folder:
-            run_stage(recipe, folder, "specialist-sort")
+        run_only(recipe, tmp_path / str(parts), "specialist-sort")
         (row,) = read_metrics(tmp_path / str(parts) / "stages/specialist-sort/metrics.jsonl")
         found.append(row)
     assert 0.2 < found[0]["frac_reward_zero_std"] < 0.8  # mini-batches without signal

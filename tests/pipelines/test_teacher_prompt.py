@@ -1,7 +1,5 @@
 """Teachers that read another prompt than the student: templates, scores, a whole merge, refusals."""
 
-from __future__ import annotations
-
 from datetime import date
 from decimal import Decimal
 
@@ -172,10 +170,7 @@ def test_domains_encode_the_prompts_that_teachers_read(tmp_path):
 def test_a_teachers_prompt_that_is_too_long_is_treated_as_long_prompts_are(tmp_path, policy):
     recipe = self_teacher(tmp_path)
     domain = recipe.domains["sort"].model_copy(
-        update={
-            "teacher_prompt": TeacherPromptConfig(user="{prompt}" * 3),
-            "long_prompts": policy,
-        }
+        update={"teacher_prompt": TeacherPromptConfig(user="{prompt}" * 3), "long_prompts": policy}
     )
     recipe = recipe.model_copy(update={"domains": recipe.domains | {"sort": domain}})
     tokenizer = character_tokenizer("0123456789=", ["<sort>", "<add3>"])
@@ -240,12 +235,7 @@ def test_a_teacher_that_writes_answers_its_own_prompt(tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
-    [
-        (
-            {"rollout": {"generate": "math:sqrt", "max_new_tokens": 5, "max_sequence": 16}},
-            "replaces the whole",
-        ),
-    ],
+    [({"rollout": {"generate": "math:sqrt", "max_new_tokens": 5, "max_sequence": 16}}, "replaces the whole")],
 )
 def test_what_does_not_go_with_a_teachers_prompt_is_refused(tmp_path, changes, sentence):
     with pytest.raises(ValidationError, match=sentence):

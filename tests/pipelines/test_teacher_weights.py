@@ -1,7 +1,5 @@
 """Weights between the teachers of one domain that go by steps: logged, resumed, and constant as before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

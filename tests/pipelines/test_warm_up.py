@@ -1,7 +1,5 @@
 """A warm-up goes on, round by round, until every domain's sampled accuracy is above its floor."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rules over metrics: when they fire, and what a run does then, also when it is killed and resumed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -192,13 +190,12 @@ def test_a_stop_leaves_a_checkpoint_and_a_sentence_and_is_gone_on_with(base, tmp
 
 
 @pytest.mark.slow
-def test_a_stop_says_the_command_that_goes_on_with_the_lever_pulled(base, tmp_path, capsys):
+def test_a_stop_says_the_command_that_goes_on_with_the_lever_pulled(base, tmp_path, capsys, ends):
     written = tmp_path / "a recipe.yaml"
     settings = watched(base, 7, **RULES).model_dump(mode="json", exclude_none=True)
     written.write_text(yaml.safe_dump(settings, sort_keys=False))
     begun = ["specialist", str(written), "--out", str(tmp_path / "run"), "--name", "mine"]
-    assert main(begun) == 2
-    said = capsys.readouterr().err
+    said = ends(2, begun).err
     command = said.partition("Then go on with: ")[2].splitlines()[0]
     assert shlex.split(command) == ["opd", *begun, "--resume", "--accept-changed-settings"]
     again = [*shlex.split(command)[1:], "--specialist.optim.lr", "0.004"]

@@ -6,8 +6,6 @@ Two rules ask for more values in a row than 20. What they are shown is what a ru
 and over, by the call with which the loop shows a step to its rules: `for_longer`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import zlib

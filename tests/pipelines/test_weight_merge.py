@@ -1,7 +1,5 @@
 """Merging in weight space against small worked examples and a plain reference of TIES."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiny

@@ -1,7 +1,5 @@
 """A synthetic run folder. Every number in it is made up: it is test data, not a result."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Answers side by side: the right ones of the right kind, whatever the models wrote."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

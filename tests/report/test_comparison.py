@@ -1,7 +1,5 @@
 """Several runs beside each other."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -12,7 +10,6 @@ import pytest
 from watched import without_waiting
 
 from opd.errors import ConfigError, RunFolderError
-from opd.pipelines.cli import main
 from opd.pipelines.report.comparison import Runs, compare_runs
 
 from .conftest import SAMPLED, RunMaker, results
@@ -83,9 +80,7 @@ def test_nested_settings_are_told_field_by_field_and_specialists_only_where_one_
 
 def test_means_are_taken_over_seeds_and_not_over_settings(several) -> None:
     told = [(0.9, 0, 0.1), (0.6, 0, 0.2), (0.92, 1, 0.1), (0.7, 0, 0.3), (0.62, 1, 0.2)]
-    runs = Runs.read(
-        several(*(((x, x, x), {"seed": seed, "distill": {"lr": lr}}) for x, seed, lr in told)),
-    )
+    runs = Runs.read(several(*(((x, x, x), {"seed": seed, "distill": {"lr": lr}}) for x, seed, lr in told)))
     assert runs.head("")[6:] == ["mean (sd) of a, c", "mean (sd) of b, e"]
     rows = {row[0]: row[1:] for row in runs.accuracy()}
     assert rows["Merged student"][5:] == ["91.0 (1.4)", "61.0 (1.4)"]
@@ -145,11 +140,10 @@ def test_nothing_but_a_page_is_written_over(several, tmp_path: Path) -> None:
     assert (tmp_path / "recipe.yaml").read_text() == "name: mine"
 
 
-def test_the_command_prints_a_table_and_writes_a_page(several, tmp_path: Path, capsys) -> None:
+def test_the_command_prints_a_table_and_writes_a_page(several, tmp_path: Path, ends) -> None:
     folders = several(((0.9, 0.9, 0.9), {}), ((0.6, 0.6, 0.6), {"seed": 1, "note": "<script>"}))
     page = tmp_path / "page.html"
-    assert main(["compare", *map(str, folders), "--out", str(page)]) == 0
-    said = capsys.readouterr().out
+    said = ends(0, ["compare", *map(str, folders), "--out", str(page)]).out
     assert "Merged student" in said
     assert said.rstrip().endswith(f"page  {page}")
     html = page.read_text()

@@ -1,7 +1,5 @@
 """A run that is being written: what a look reads, how little is kept of it, and what its page shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

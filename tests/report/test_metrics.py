@@ -1,7 +1,5 @@
 """Metrics files: order, refusals, resume, and files a killed writer left behind."""
 
-from __future__ import annotations
-
 import json
 import math
 import resource

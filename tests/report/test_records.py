@@ -1,7 +1,5 @@
 """What results.json says of the checkout and of the extras that a recipe takes."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 from pathlib import Path

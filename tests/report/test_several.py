@@ -1,7 +1,5 @@
 """pass@k, maj@k and intervals over prompts, against enumeration and simulation."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Intervals against published figures, exact coverage and limits."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The verdict says what the numbers say, also when they are bad."""
 
-from __future__ import annotations
-
 from html import unescape
 
 import pytest

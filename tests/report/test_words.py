@@ -1,7 +1,5 @@
 """Numbers as people read them."""
 
-from __future__ import annotations
-
 import pytest
 
 from opd.pipelines.evaluation.statistics import Interval

@@ -1,7 +1,5 @@
 """Rewards behind HTTP: what is asked, what is read, what misbehaving servers make of it, and what is kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

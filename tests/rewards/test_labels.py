@@ -1,7 +1,5 @@
 """Labels as spreadsheets, Parquet and libraries make them, and answers as models write them."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from decimal import Decimal

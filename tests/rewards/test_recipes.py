@@ -1,7 +1,5 @@
 """Built-in rewards in a recipe: short and long forms, what is refused, what the doctor says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

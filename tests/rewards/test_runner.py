@@ -1,7 +1,5 @@
 """Reward functions of every accepted form, and every way one can go wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Tiny models with decided opinions, and a way to run an engine to the end."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

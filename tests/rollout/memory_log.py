@@ -1,7 +1,5 @@
 """A token log in memory: the contract of `opd.protocols.TokenLog` in its plainest form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Says `step N` after each step, and `preempted ...` when it was asked to stop. It
 step 5, and to be stopped after step 9.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

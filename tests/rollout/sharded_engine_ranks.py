@@ -5,8 +5,6 @@
 `FOLDER/tasks.json` says what is done, one after another; see `one_task`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

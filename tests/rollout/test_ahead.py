@@ -1,7 +1,5 @@
 """Batches written ahead of the learner: the right ones, never too old, whatever either side's speed."""
 
-from __future__ import annotations
-
 import threading
 import time
 

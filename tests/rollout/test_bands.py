@@ -1,7 +1,5 @@
 """Slots in the order of what they hold: what is read of them, when they move, and that no token changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Cached attention against a float64 loop, and what moves and growth keep."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

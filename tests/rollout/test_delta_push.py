@@ -1,7 +1,5 @@
 """Weights to a mirror beside a server: whole, then what has changed, and whole again where it is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

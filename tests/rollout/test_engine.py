@@ -1,7 +1,5 @@
 """What the engine writes: the model's distribution, the same in any company, and right log-probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

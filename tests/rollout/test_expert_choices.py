@@ -1,7 +1,5 @@
 """Expert choices of the embedded engine: of every position those that a plain forward of the sample makes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

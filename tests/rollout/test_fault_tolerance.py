@@ -1,7 +1,5 @@
 """Whatever happens to the engines, every request ends with the tokens of an undisturbed one."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

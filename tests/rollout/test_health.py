@@ -1,7 +1,5 @@
 """Rest and return, hung engines: whatever happens, the counts add up."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

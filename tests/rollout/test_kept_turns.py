@@ -1,8 +1,6 @@
 """Keys and values that stay between the turns of a conversation: no token changes, and only what was added is
 computed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Keys and values within a budget of bytes: who waits, who can never fit, and that no token changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The length-bias example at a small size: a restart is biased, a resume is not. Seeds are fixed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import arms

@@ -1,7 +1,5 @@
 """Work for a token does not grow with what was written before: copies, sorts, reallocations are counted."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator, Sequence

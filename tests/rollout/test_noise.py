@@ -1,7 +1,5 @@
 """The noise is numpy's Philox stream of each request, reached at any position."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from full import cases
@@ -31,10 +29,7 @@ def test_equals_numpys_stream_from_any_start(seed: int, uid: str, start: int) ->
     np.testing.assert_array_equal(drawn, stream(seed, uid, start + 2 * BLOCK)[start:])
 
 
-@given(
-    counter=st.integers(0, 2**64 - 2),
-    key=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)),
-)
+@given(counter=st.integers(0, 2**64 - 2), key=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)))
 def test_philox_equals_numpys_words_at_any_counter(counter: int, key: tuple[int, int]) -> None:
     ours = philox(np.array([counter + 1], dtype=np.uint64), np.array(key, dtype=np.uint64)[:, None])[0]
     generator = np.random.Philox(key=np.array(key, dtype=np.uint64), counter=[counter, 0, 0, 0])

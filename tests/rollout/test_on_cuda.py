@@ -1,7 +1,5 @@
 """The engine on a device: what it writes, what a decode step waits for, and how many launches it takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

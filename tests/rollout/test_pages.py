@@ -1,7 +1,5 @@
 """Keys and values in pages: who owns which, what the kernel is given, and that no token changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """pause -> keep keys and values -> release -> resume, by call and by signal, in one process and in two."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a log may hold for a request, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any

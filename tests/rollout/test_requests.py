@@ -1,7 +1,5 @@
 """What the engine refuses, each with one sentence, before anything is sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

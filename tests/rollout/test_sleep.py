@@ -1,7 +1,5 @@
 """An engine that sleeps holds nothing, and writes only with weights that it was given after."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiny

@@ -1,7 +1,5 @@
 """Stop strings: found however the text is cut into tokens, and across any interruption."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The seam of engines: requests come and go while others are decoded, and nobody's tokens change by that."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Responses of several turns, by a rollout of the user's own: each turn is a request, and survives as one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

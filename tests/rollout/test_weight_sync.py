@@ -1,7 +1,5 @@
 """pause -> flush -> update -> resume, with requests in flight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sandboxes for tests, and whether anything of a command is left on the machine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

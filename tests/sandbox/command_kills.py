@@ -8,8 +8,6 @@ have been lost. In the end every agent's outcomes are those of one that was neve
 that were reported as interrupted. Prints one line of JSON with what was counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import collections

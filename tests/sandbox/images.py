@@ -1,7 +1,5 @@
 """Images for tests, made of what this machine has, in a store of their own: no registry is asked."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

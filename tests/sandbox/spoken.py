@@ -1,7 +1,5 @@
 """An agent that a tiny model can be: whatever it writes becomes a command of the shell."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -6,8 +6,6 @@
 nothing in control groups. Each call is a line of JSON in `FOLDER/calls`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

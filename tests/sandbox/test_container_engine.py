@@ -1,7 +1,5 @@
 """What is asked of podman and docker, and what is said when they fail: a little engine is in their place."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess
@@ -295,7 +293,7 @@ def test_what_is_too_long_to_start_is_the_commands_fault(engine, tmp_path):
     assert outcome_of(tmp_path, ["printf", "%s", "y" * 1000 + "x" * 60_000]).cut == 60_000
 
 
-def test_a_path_that_no_option_can_hold_is_refused(engine, tmp_path):
+async def test_a_path_that_no_option_can_hold_is_refused(engine, tmp_path):
     engine.install("docker")
     place = tmp_path / "a,target=/etc"
     place.mkdir(parents=True)
@@ -303,13 +301,10 @@ def test_a_path_that_no_option_can_hold_is_refused(engine, tmp_path):
     substrate = find_substrate("container", "known:1")
     boxes = Sandboxes(tmp_path / "boxes", store, SMALL, substrate=substrate, reads=[str(place)])
 
-    async def steps():
-        box = boxes.open("one")
-        with pytest.raises(SandboxError, match="it has a comma, quote or new line; rename it"):
-            await box.exec(["true"])
-        await box.close()
-
-    asyncio.run(steps())
+    box = boxes.open("one")
+    with pytest.raises(SandboxError, match="it has a comma, quote or new line; rename it"):
+        await box.exec(["true"])
+    await box.close()
     boxes.close()
 
 

@@ -3,8 +3,6 @@
 All of them stop by themselves somewhere, far beyond their quota: a sandbox that fails stops no machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -203,17 +201,14 @@ def test_who_keeps_the_output_open_keeps_nobody_waiting(tmp_path, substrate):
     assert (first.exit, first.killed_by) == (0, None)
 
 
-def test_the_home_can_be_emptied_and_used_again(tmp_path, substrate):
-    async def steps():
-        async with opened(tmp_path, substrate) as box:
-            await box.write("a", b"x")
-            state = await box.snapshot()
-            first = await box.exec(["sh", "-c", 'rm -rf "$HOME" ./* .* 2>/dev/null; echo gone'])
-            second = await box.exec(["sh", "-c", "ls -A; echo again > b; cat b"])
-            await box.restore(state)
-            return first, second, await box.read("a")
-
-    first, second, data = asyncio.run(steps())
+async def test_the_home_can_be_emptied_and_used_again(tmp_path, substrate):
+    async with opened(tmp_path, substrate) as box:
+        await box.write("a", b"x")
+        state = await box.snapshot()
+        first = await box.exec(["sh", "-c", 'rm -rf "$HOME" ./* .* 2>/dev/null; echo gone'])
+        second = await box.exec(["sh", "-c", "ls -A; echo again > b; cat b"])
+        await box.restore(state)
+        data = await box.read("a")
     assert first.stdout == b"gone\n"
     assert first.files_changed == ("a",)
     assert (second.stdout, data) == (b"again\n", b"x")
@@ -319,31 +314,28 @@ os._exit(7)
     assert first.stdout == b"" or substrate.container, "process 1 of a container watches nothing"
 
 
-def test_links_lead_nowhere_for_who_looks_from_outside(tmp_path, substrate):
+async def test_links_lead_nowhere_for_who_looks_from_outside(tmp_path, substrate):
     secret = tmp_path / "secret"
     secret.write_text("kept")
 
-    async def steps():
-        async with opened(tmp_path, substrate) as box:
-            made = f"ln -s {secret} file; ln -s {tmp_path} folder; ln -s ../../../secret up; ln -s . self"
-            await box.exec(["sh", "-c", made])
-            for path in ("file", "folder/secret", "up", "self/file", "folder"):
-                with pytest.raises(SandboxError):
-                    await box.read(path)
-            for path in ("folder/new", "self/new", "folder"):
-                with pytest.raises(SandboxError):
-                    await box.list(path) if path == "folder" else await box.write(path, b"x")
-            await box.write("file", b"own")
-            state = await box.snapshot()
-            await box.restore(state)
-            assert await box.read("file") == b"own"
-
-    asyncio.run(steps())
+    async with opened(tmp_path, substrate) as box:
+        made = f"ln -s {secret} file; ln -s {tmp_path} folder; ln -s ../../../secret up; ln -s . self"
+        await box.exec(["sh", "-c", made])
+        for path in ("file", "folder/secret", "up", "self/file", "folder"):
+            with pytest.raises(SandboxError):
+                await box.read(path)
+        for path in ("folder/new", "self/new", "folder"):
+            with pytest.raises(SandboxError):
+                await box.list(path) if path == "folder" else await box.write(path, b"x")
+        await box.write("file", b"own")
+        state = await box.snapshot()
+        await box.restore(state)
+        assert await box.read("file") == b"own"
     assert secret.read_text() == "kept"
     assert not (tmp_path / "new").exists()
 
 
-def test_pipes_sockets_and_odd_names_stop_nobody(tmp_path, substrate):
+async def test_pipes_sockets_and_odd_names_stop_nobody(tmp_path, substrate):
     code = """
 import os, socket
 os.mkfifo("pipe")
@@ -356,34 +348,30 @@ os.mkdir(b"\\n"); open(b"\\n/\\x01", "w").close()
 os.mkdir("closed"); open("closed/file", "w").close()
 """
 
-    async def steps():
-        async with opened(tmp_path, substrate) as box:
-            made = await box.exec(["python3", "-c", code])
-            assert made.exit == 0, made.stderr
-            with pytest.raises(SandboxError):
-                await box.read("pipe")
-            state = await box.snapshot()
-            await box.exec(["sh", "-c", "rm -rf -- * ...; ls -A"])
-            await box.restore(state)
-            names = {entry.path for entry in await box.list()}
-            return made, names, await box.read("new\nline"), await box.snapshot() == state
-
-    made, names, data, same = asyncio.run(steps())
+    async with opened(tmp_path, substrate) as box:
+        made = await box.exec(["python3", "-c", code])
+        assert made.exit == 0, made.stderr
+        with pytest.raises(SandboxError):
+            await box.read("pipe")
+        state = await box.snapshot()
+        await box.exec(["sh", "-c", "rm -rf -- * ...; ls -A"])
+        await box.restore(state)
+        names = {entry.path for entry in await box.list()}
+        data = await box.read("new\nline")
+        same = await box.snapshot() == state
     odd = {"new\nline", "\udcff\udcfe", "-rf", "a b", "\u202e", "'", "...", "\n", "closed"}
     assert names == odd
     assert set(made.files_changed) == odd | {"\n/\x01", "closed/file"}
     assert (data, same) == (b"new\nline", True)
 
 
-def test_what_a_command_may_not_read_any_more_is_kept_all_the_same(tmp_path, substrate):
-    async def steps():
-        async with opened(tmp_path, substrate) as box:
-            await box.exec(["sh", "-c", "umask 777; mkdir d; echo x > f"])
-            state = await box.snapshot()
-            await box.restore(state)
-            return (await box.exec(["sh", "-c", "stat -c %a d f"])).stdout
-
-    assert asyncio.run(steps()) == b"700\n400\n"
+async def test_what_a_command_may_not_read_any_more_is_kept_all_the_same(tmp_path, substrate):
+    async with opened(tmp_path, substrate) as box:
+        await box.exec(["sh", "-c", "umask 777; mkdir d; echo x > f"])
+        state = await box.snapshot()
+        await box.restore(state)
+        found = (await box.exec(["sh", "-c", "stat -c %a d f"])).stdout
+    assert found == b"700\n400\n"
 
 
 def test_folders_deeper_than_any_path_end_the_sandbox_and_are_removed(tmp_path, substrate):

@@ -1,7 +1,5 @@
 """Agents that want to do harm, beside one that does not: each episode ends with a reason."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """Commands, files and states of a sandbox, in each substrate that works here."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -23,14 +21,12 @@ from opd.sandbox.protocol import HomeEntry, SandboxError
 from opd.sandbox.substrates import find_substrate
 
 
-def test_a_command_has_input_output_status_and_says_which_files_it_changed(tmp_path, substrate):
-    async def steps():
-        async with opened(tmp_path, substrate) as box:
-            first = await box.exec(["sh", "-c", "cat; echo no >&2; mkdir a; echo 1 > a/b; exit 3"], b"given")
-            second = await box.exec(["sh", "-c", "rm a/b; ln -s a c; cat /dev/null"])
-            return first, second, await box.list(), await box.exec(["no-such-program"])
-
-    first, second, entries, missing = asyncio.run(steps())
+async def test_a_command_has_input_output_status_and_says_which_files_it_changed(tmp_path, substrate):
+    async with opened(tmp_path, substrate) as box:
+        first = await box.exec(["sh", "-c", "cat; echo no >&2; mkdir a; echo 1 > a/b; exit 3"], b"given")
+        second = await box.exec(["sh", "-c", "rm a/b; ln -s a c; cat /dev/null"])
+        entries = await box.list()
+        missing = await box.exec(["no-such-program"])
     assert (first.exit, first.stdout, first.stderr) == (3, b"given", b"no\n")
     assert first.files_changed == ("a", "a/b")
     assert (second.exit, second.files_changed) == (0, ("a/b", "c"))
@@ -39,41 +35,34 @@ def test_a_command_has_input_output_status_and_says_which_files_it_changed(tmp_p
     assert b"no-such-program" in missing.stderr
 
 
-def test_python_runs_with_its_library_and_without_this_project(tmp_path, substrate):
-    async def steps():
-        async with opened(tmp_path, substrate) as box:
-            code = "import json, sqlite3, statistics; print(json.dumps(statistics.median([1, 2, 9])))"
-            found = await box.exec(["python3", "-c", code])
-            return found, await box.exec(["python3", "-c", "import opd.types"])
-
-    found, own = asyncio.run(steps())
+async def test_python_runs_with_its_library_and_without_this_project(tmp_path, substrate):
+    async with opened(tmp_path, substrate) as box:
+        code = "import json, sqlite3, statistics; print(json.dumps(statistics.median([1, 2, 9])))"
+        found = await box.exec(["python3", "-c", code])
+        own = await box.exec(["python3", "-c", "import opd.types"])
     assert (found.stdout, found.exit) == (b"2\n", 0)
     assert own.exit == 1
 
 
-def test_no_variable_of_this_process_reaches_a_command(tmp_path, substrate, monkeypatch):
+async def test_no_variable_of_this_process_reaches_a_command(tmp_path, substrate, monkeypatch):
     monkeypatch.setenv("OPD_TEST_SECRET", "hf_do_not_tell")
-
-    async def steps():
-        async with opened(tmp_path, substrate) as box:
-            return await box.exec(["env"])
 
     known = {b"PATH", b"HOME", b"TMPDIR", b"LANG", b"PYTHONDONTWRITEBYTECODE", b"PYTHONHASHSEED"}
     if substrate.container:  # the engine's and the shell's own
         known |= {b"container", b"HOSTNAME", b"TERM", b"PWD", b"SHLVL"}
-    assert {line.split(b"=")[0] for line in asyncio.run(steps()).stdout.splitlines()} == known
+    async with opened(tmp_path, substrate) as box:
+        found = await box.exec(["env"])
+    assert {line.split(b"=")[0] for line in found.stdout.splitlines()} == known
 
 
-def test_files_are_written_read_and_listed(tmp_path, substrate):
-    async def steps():
-        async with opened(tmp_path, substrate) as box:
-            await box.write("data/in.txt", b"five\n")
-            counted = await box.exec(["wc", "-c", "data/in.txt"])
-            await box.exec(["sh", "-c", "echo more >> data/in.txt"])
-            await box.write("data/in.txt", b"other")
-            return counted, await box.read("data/in.txt"), await box.read("data/in.txt", 2)
-
-    counted, data, start = asyncio.run(steps())
+async def test_files_are_written_read_and_listed(tmp_path, substrate):
+    async with opened(tmp_path, substrate) as box:
+        await box.write("data/in.txt", b"five\n")
+        counted = await box.exec(["wc", "-c", "data/in.txt"])
+        await box.exec(["sh", "-c", "echo more >> data/in.txt"])
+        await box.write("data/in.txt", b"other")
+        data = await box.read("data/in.txt")
+        start = await box.read("data/in.txt", 2)
     assert counted.stdout.split()[0] == b"5"
     assert (data, start) == (b"other", b"ot")
 
@@ -81,94 +70,82 @@ def test_files_are_written_read_and_listed(tmp_path, substrate):
 @pytest.mark.parametrize(
     "path", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a\0b", "a/" * 70 + "b"]
 )
-def test_a_path_that_leaves_the_home_is_refused(tmp_path, path):
-    async def steps():
-        async with opened(tmp_path, find_substrate()) as box:
-            with pytest.raises(SandboxError):
-                await box.read(path)
-            with pytest.raises(SandboxError):
-                await box.write(path, b"x")
-
-    asyncio.run(steps())
+async def test_a_path_that_leaves_the_home_is_refused(tmp_path, path):
+    async with opened(tmp_path, find_substrate()) as box:
+        with pytest.raises(SandboxError):
+            await box.read(path)
+        with pytest.raises(SandboxError):
+            await box.write(path, b"x")
 
 
-def test_a_state_comes_back_with_its_files_links_and_modes(tmp_path, substrate):
+async def test_a_state_comes_back_with_its_files_links_and_modes(tmp_path, substrate):
     made = (
         "mkdir -p d/e; printf 1 > d/e/f; printf same > g; printf same > h; ln -s /etc/passwd l;"
         " umask 077; mkdir own; printf '#!/bin/sh\\necho ran' > own/run"
     )
 
-    async def steps():
-        async with opened(tmp_path, substrate) as box:
-            empty = await box.snapshot()
-            await box.exec(["sh", "-c", made])
-            full = await box.snapshot()
-            await box.exec(["sh", "-c", "rm -r d l own; printf other > g; mkdir h2"])
-            await box.restore(full)
-            again = await box.snapshot()
-            told = await box.exec(["sh", "-c", "cat d/e/f g h; readlink l; stat -c %a own own/run"])
-            await box.restore(empty)
-            return full, again, told.stdout, await box.list()
-
-    full, again, told, left = asyncio.run(steps())
+    async with opened(tmp_path, substrate) as box:
+        empty = await box.snapshot()
+        await box.exec(["sh", "-c", made])
+        full = await box.snapshot()
+        await box.exec(["sh", "-c", "rm -r d l own; printf other > g; mkdir h2"])
+        await box.restore(full)
+        again = await box.snapshot()
+        told = await box.exec(["sh", "-c", "cat d/e/f g h; readlink l; stat -c %a own own/run"])
+        await box.restore(empty)
+        left = await box.list()
     assert full == again
-    assert told == b"1samesame/etc/passwd\n700\n600\n"
+    assert told.stdout == b"1samesame/etc/passwd\n700\n600\n"
     assert left == []
     assert len(list((tmp_path / "store/objects").glob("*/*"))) == 3, "the same bytes are kept once"
 
 
-def test_what_is_unknown_or_damaged_restores_nothing(tmp_path, substrate):
-    async def steps():
-        async with opened(tmp_path, substrate) as box:
-            await box.write("a", b"first")
-            digest = await box.snapshot()
-            await box.write("a", b"second")
-            object_file = next((tmp_path / "store/objects").glob("*/*"))
-            object_file.write_bytes(b"fir\0t")
-            with pytest.raises(StorageError, match="damaged"):
-                await box.restore(digest)
-            object_file.unlink()
-            with pytest.raises(StorageError, match="missing"):
-                await box.restore(digest)
-            for wrong in ("0" * 64, "../../etc/passwd", ""):
-                with pytest.raises(StorageError):
-                    await box.restore(wrong)
-            return await box.read("a"), [path.name for path in (tmp_path / "boxes/one").iterdir()]
-
-    data, left = asyncio.run(steps())
+async def test_what_is_unknown_or_damaged_restores_nothing(tmp_path, substrate):
+    async with opened(tmp_path, substrate) as box:
+        await box.write("a", b"first")
+        digest = await box.snapshot()
+        await box.write("a", b"second")
+        object_file = next((tmp_path / "store/objects").glob("*/*"))
+        object_file.write_bytes(b"fir\0t")
+        with pytest.raises(StorageError, match="damaged"):
+            await box.restore(digest)
+        object_file.unlink()
+        with pytest.raises(StorageError, match="missing"):
+            await box.restore(digest)
+        for wrong in ("0" * 64, "../../etc/passwd", ""):
+            with pytest.raises(StorageError):
+                await box.restore(wrong)
+        data = await box.read("a")
+        left = [path.name for path in (tmp_path / "boxes/one").iterdir()]
     assert data == b"second"
     assert sorted(left) == ["home", "tmp"]
 
 
-def test_who_is_cancelled_ends_the_command(tmp_path, substrate):
+async def test_who_is_cancelled_ends_the_command(tmp_path, substrate):
     mark = f"mark-{uuid.uuid4().hex}"
 
-    async def steps():
-        async with opened(tmp_path, substrate) as box:
-            task = asyncio.create_task(box.exec(["python3", "-c", "import time; time.sleep(900)", mark]))
-            while not running(mark):
-                await asyncio.sleep(0.01)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert gone(mark)
-            return await box.exec(["echo", "on"])
-
-    assert asyncio.run(steps()).stdout == b"on\n"
+    async with opened(tmp_path, substrate) as box:
+        task = asyncio.create_task(box.exec(["python3", "-c", "import time; time.sleep(900)", mark]))
+        while not running(mark):
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert gone(mark)
+        found = await box.exec(["echo", "on"])
+    assert found.stdout == b"on\n"
 
 
-def test_other_sandboxes_go_on_while_one_waits(tmp_path, substrate):
+async def test_other_sandboxes_go_on_while_one_waits(tmp_path, substrate):
     """A command that ends only once another sandbox's command has run."""
 
-    async def steps():
-        async with opened(tmp_path / "a", substrate) as slow, opened(tmp_path / "b", substrate) as fast:
-            waiting = asyncio.create_task(slow.exec(["sh", "-c", "while [ ! -e go ]; do sleep 0.05; done"]))
-            assert (await fast.exec(["echo", "quick"])).stdout == b"quick\n"
-            assert not waiting.done()
-            (tmp_path / "a/boxes/one/home/go").touch()
-            return await waiting
-
-    assert asyncio.run(steps()).exit == 0
+    async with opened(tmp_path / "a", substrate) as slow, opened(tmp_path / "b", substrate) as fast:
+        waiting = asyncio.create_task(slow.exec(["sh", "-c", "while [ ! -e go ]; do sleep 0.05; done"]))
+        assert (await fast.exec(["echo", "quick"])).stdout == b"quick\n"
+        assert not waiting.done()
+        (tmp_path / "a/boxes/one/home/go").touch()
+        found = await waiting
+    assert found.exit == 0
 
 
 KILLED = """
@@ -218,32 +195,25 @@ def test_without_bubblewrap_one_warning_says_what_is_not_kept_apart(caplog, monk
     assert ", ".join(found.allowed_attempts) in said
 
 
-def test_time_is_up_and_the_sandbox_goes_on(tmp_path, substrate):
-    async def steps():
-        async with opened(tmp_path, substrate) as box:
-            slept = await box.exec(["sh", "-c", "echo before; sleep 900"], timeout=0.5)
-            return slept, await box.exec(["echo", "after"])
-
-    slept, after = asyncio.run(steps())
+async def test_time_is_up_and_the_sandbox_goes_on(tmp_path, substrate):
+    async with opened(tmp_path, substrate) as box:
+        slept = await box.exec(["sh", "-c", "echo before; sleep 900"], timeout=0.5)
+        after = await box.exec(["echo", "after"])
     assert (slept.killed_by, slept.exit, after.stdout) == ("wall", None, b"after\n")
 
 
 @pytest.mark.some(1)
-def test_no_command_is_given_more_time_than_its_sandbox_has(tmp_path, substrate):
-    async def steps():
-        async with opened(tmp_path, substrate, replace(SMALL, seconds=0.5)) as box:
-            return await box.exec(["sleep", "20"], timeout=900.0)
-
-    assert asyncio.run(steps()).killed_by == "wall"
+async def test_no_command_is_given_more_time_than_its_sandbox_has(tmp_path, substrate):
+    async with opened(tmp_path, substrate, replace(SMALL, seconds=0.5)) as box:
+        found = await box.exec(["sleep", "20"], timeout=900.0)
+    assert found.killed_by == "wall"
 
 
 @pytest.mark.some(1)
-def test_processor_time_is_a_quota_of_its_own(tmp_path, substrate):
-    async def steps():
-        async with opened(tmp_path, substrate, replace(SMALL, cpu_seconds=1)) as box:
-            return await box.exec(["sh", "-c", "while :; do :; done"])
-
-    assert asyncio.run(steps()).exit == (137 if substrate.container else -9)
+async def test_processor_time_is_a_quota_of_its_own(tmp_path, substrate):
+    async with opened(tmp_path, substrate, replace(SMALL, cpu_seconds=1)) as box:
+        found = await box.exec(["sh", "-c", "while :; do :; done"])
+    assert found.exit == (137 if substrate.container else -9)
 
 
 def test_folders_that_are_named_can_be_read_and_not_written(tmp_path, substrate):

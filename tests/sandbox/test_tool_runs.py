@@ -1,7 +1,5 @@
 """A recipe whose agent uses tools: trained, killed in the middle of commands, resumed to the same weights."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
@@ -10,33 +8,24 @@ import time
 from pathlib import Path
 
 import pytest
+from attempts import run_only
 from full import FULL
-from recipes import tiny_recipe, write_recipe
+from recipes import episode_settings, tiny_recipe, write_recipe
 
 from opd.config import Recipe
 from opd.environments.trajectory import read_trajectories
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.cli import main
-from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
 
 
 def settings(**params) -> dict:
     """One domain of episodes with a shell, and one of single answers."""
-    domains = {
-        name: config.model_dump(mode="json", exclude_none=True)
-        for name, config in tiny_recipe().domains.items()
-    }
-    domains["sort"]["environment"] = {"type": "spoken:Spoken", "params": params, "turn_tokens": 3}
-    return {
-        "model": {"config": {**tiny_recipe().model.config, "max_position_embeddings": 64}},
-        "domains": domains,
-        "base": {"steps": 20, "batch_size": 32, "right": 0.7, "wrong_rule": 0.2, "optim": {"lr": 0.01}},
-        "rollout": {"max_new_tokens": 12, "max_sequence": 32, "log": {"keep": 5}},
-        "specialist": {"steps": 2, "prompts_per_step": 3, "group_size": 2, "checkpoint_every": 1},
-        "baselines": {"methods": []},
-        "evaluation": {"prompts_per_domain": 2},
-    }
+    settings = episode_settings({"type": "spoken:Spoken", "params": params, "turn_tokens": 3})
+    settings.pop("distill")
+    settings["base"] |= {"steps": 20, "batch_size": 32}
+    settings["rollout"] |= {"log": {"keep": 5}}
+    settings["specialist"] |= {"prompts_per_step": 3}
+    return settings | {"evaluation": {"prompts_per_domain": 2}}
 
 
 def weights(out: Path) -> str:
@@ -47,8 +36,7 @@ def weights(out: Path) -> str:
 def finished(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("tools") / "run"
     recipe: Recipe = tiny_recipe(**settings())
-    with RunFolder.create(out, recipe) as folder:
-        run_stage(recipe, folder, "specialist-sort")
+    run_only(recipe, out, "specialist-sort")
     assert not (out / "stages/specialist-sort/episodes").exists()
     return out
 
@@ -59,13 +47,11 @@ def undisturbed(finished) -> str:
 
 
 @pytest.mark.slow
-def test_the_newest_episodes_stay_to_be_shown_and_replayed(finished, capsys):
-    assert main(["trajectory", "show", str(finished)]) == 0
-    told = capsys.readouterr().out
+def test_the_newest_episodes_stay_to_be_shown_and_replayed(finished, capsys, ends):
+    told = ends(0, ["trajectory", "show", str(finished)]).out
     assert "episodes  5, 10 commands" in told
     uid = re.findall(r"^  (\S+): 2 steps, 2 commands", told, re.MULTILINE)[-1]
-    assert main(["trajectory", "show", str(finished), "--episode", uid]) == 0
-    assert "cksum" in capsys.readouterr().out
+    assert "cksum" in ends(0, ["trajectory", "show", str(finished), "--episode", uid]).out
     assert main(["trajectory", "replay", str(finished), "--episode", uid]) == 0
     assert "2 commands run again, all as before" in capsys.readouterr().out
 

@@ -1,7 +1,5 @@
 """The environment `tools`: calls, answers, files, limits, and what the log gives back."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -184,37 +182,33 @@ def test_tools_that_there_are_not_are_refused_early():
     assert [one["function"]["name"] for one in schemas] == ["table", "python"]
 
 
-def test_trajectories_are_shown_and_replayed(tmp_path, capsys):
+def test_trajectories_are_shown_and_replayed(tmp_path, capsys, ends):
     run = tmp_path / "run"
     log_folder = run / "stages/merge/episodes"
     with TrajectoryLog(log_folder) as log:
         acted(log, *EPISODE[:2], given=task("merge/0/0", files={"towns.csv": TABLE}))
         acted(log, *EPISODE, given=task("merge/1/0", files={"towns.csv": TABLE}))
         log.log_intent("merge/1/0", 3, read_trajectories(log_folder)[0]["merge/1/0"].commands[0].command)
-    assert main(["trajectory", "show", str(run)]) == 0
-    shown = capsys.readouterr().out
+    shown = ends(0, ["trajectory", "show", str(run)]).out
     assert "merge/0/0: 2 steps, 3 commands" in shown
     assert "merge/1/0: 3 steps, 5 commands, 1 in flight" in shown
-    assert main(["trajectory", "show", str(log_folder), "--episode", "merge/1/0"]) == 0
-    shown = capsys.readouterr().out
+    shown = ends(0, ["trajectory", "show", str(log_folder), "--episode", "merge/1/0"]).out
     assert "out| town: Bonn; people: 330000" in shown
     assert "changed note" in shown
     assert "in flight" in shown
     assert main(["trajectory", "replay", str(run), "--episode", "merge/0/0"]) == 0
     assert "3 commands run again, all as before" in capsys.readouterr().out
-    assert main(["trajectory", "replay", str(run), "--episode", "merge/1/0"]) == 1
-    assert "command 3" in (said := capsys.readouterr().out)
+    assert "command 3" in (said := ends(1, ["trajectory", "replay", str(run), "--episode", "merge/1/0"]).out)
     assert "stdout at byte" in said
     (file,) = log_folder.glob("*.wal")
     damaged = bytearray(file.read_bytes())
     damaged[damaged.rindex(b"merge/1/0")] ^= 1
     file.write_bytes(damaged)
     for words in ([], ["--episode", "merge/0/0"]):
-        assert main(["trajectory", "show", str(run), *words]) == 2
-        assert "merge/0/0" in capsys.readouterr().out
+        assert "merge/0/0" in ends(2, ["trajectory", "show", str(run), *words]).out
 
 
-def test_what_cannot_be_shown_is_said(tmp_path, capsys):
+def test_what_cannot_be_shown_is_said(tmp_path, ends):
     (tmp_path / "run/stages/merge").mkdir(parents=True)
     for words in (
         ["trajectory", "show", str(tmp_path / "nowhere")],
@@ -223,15 +217,12 @@ def test_what_cannot_be_shown_is_said(tmp_path, capsys):
         ["trajectory", "show", str(tmp_path / "run"), "--seed", "3"],
         ["trajectory", "erase", str(tmp_path / "run")],
     ):
-        assert main(words) == 2
-        assert len(without_waiting(capsys.readouterr().err).splitlines()) == 1
+        assert len(ends(2, words).err.splitlines()) == 1
     with TrajectoryLog(tmp_path / "run/stages/merge/episodes") as log:
         log.begin_episode("e", {})
     for action in (["show", str(tmp_path / "run"), "--episode", "f"], ["replay", str(tmp_path / "run")]):
-        assert main(["trajectory", *action]) == 2
-        assert "opd trajectory show" in capsys.readouterr().err
-    assert main(["trajectory", "replay", str(tmp_path / "run"), "--episode", "e"]) == 2
-    assert "make no sense" in capsys.readouterr().err
+        assert "opd trajectory show" in ends(2, ["trajectory", *action]).err
+    assert "make no sense" in ends(2, ["trajectory", "replay", str(tmp_path / "run"), "--episode", "e"]).err
 
 
 def logged(folder, words, **limits):
@@ -248,28 +239,25 @@ def written(folder, command, **settings):
         log.log_result("e", number, Outcome(0, stdout=b""), None)
 
 
-def test_a_replay_lets_commands_read_what_the_user_names_and_not_what_the_log_does(tmp_path, capsys):
+def test_a_replay_lets_commands_read_what_the_user_names_and_not_what_the_log_does(tmp_path, ends):
     secret = tmp_path / "secret"
     secret.write_text("mine")
     written(tmp_path / "log", Command(("/bin/cat", str(secret))), reads=[str(tmp_path), "/etc"])
     replay = ["trajectory", "replay", str(tmp_path / "log"), "--episode", "e"]
     for given in ([], ["--reads", "/etc"], ["--reads", str(secret)]):
-        assert main([*replay, *given]) == 2
-        (line,) = without_waiting(capsys.readouterr().err).splitlines()
+        (line,) = ends(2, [*replay, *given]).err.splitlines()
         assert f"lets commands read {tmp_path}; if" in line
         assert "give --reads" in line
-    assert main([*replay, "--reads", str(tmp_path), "--reads", "/etc"]) == 1
-    assert "'mine' now" in capsys.readouterr().out
+    assert "'mine' now" in ends(1, [*replay, "--reads", str(tmp_path), "--reads", "/etc"]).out
     assert main(["trajectory", "show", str(tmp_path / "log"), "--reads", "/etc"]) == 2
 
 
-def test_a_replay_is_not_weaker_apart_than_this_machine_can_because_a_log_says_so(tmp_path, capsys):
+def test_a_replay_is_not_weaker_apart_than_this_machine_can_because_a_log_says_so(tmp_path, ends):
     if find_substrate().kind == "process":
         pytest.skip("there is nothing stronger here")
     written(tmp_path / "log", Command(("/bin/true",)), substrate="process")
     replay = ["trajectory", "replay", str(tmp_path / "log"), "--episode", "e"]
-    assert main(replay) == 2
-    assert "give --substrate process" in capsys.readouterr().err
+    assert "give --substrate process" in ends(2, replay).err
     assert main([*replay, "--substrate", "process"]) == 0
 
 
@@ -283,18 +271,16 @@ def test_a_replay_is_not_weaker_apart_than_this_machine_can_because_a_log_says_s
         ("files", 1e3),
     ],
 )
-def test_limits_in_a_log_that_no_recipe_gives_are_refused(tmp_path, capsys, name, value):
+def test_limits_in_a_log_that_no_recipe_gives_are_refused(tmp_path, ends, name, value):
     logged(tmp_path / "log", ("true",), **{name: value})
-    assert main(["trajectory", "replay", str(tmp_path / "log"), "--episode", "e"]) == 2
-    (line,) = without_waiting(capsys.readouterr().err).splitlines()
+    (line,) = ends(2, ["trajectory", "replay", str(tmp_path / "log"), "--episode", "e"]).err.splitlines()
     assert f"make no sense (limits.{name}" in line
 
 
-def test_a_replay_takes_no_more_than_a_recipe_by_default_because_a_log_says_so(tmp_path, capsys):
+def test_a_replay_takes_no_more_than_a_recipe_by_default_because_a_log_says_so(tmp_path, ends):
     logged(tmp_path / "log", ("true",), disk=1 << 40, seconds=3600.0)
     replay = ["trajectory", "replay", str(tmp_path / "log"), "--episode", "e"]
-    assert main(replay) == 2
-    (line,) = without_waiting(capsys.readouterr().err).splitlines()
+    (line,) = ends(2, replay).err.splitlines()
     assert "seconds 3,600.0 and disk 1,099,511,627,776" in line
     assert "give --quotas" in line
     assert main([*replay, "--quotas"]) == 0
@@ -304,15 +290,14 @@ def test_a_replay_takes_no_more_than_a_recipe_by_default_because_a_log_says_so(t
 @pytest.mark.parametrize(
     ("killed_by", "state"), [("\x1b[2J", None), (None, "\x1b[2J" * 16), (None, 3), (["wall"], None)]
 )
-def test_what_ended_a_command_and_its_state_are_read_as_what_they_are(tmp_path, capsys, killed_by, state):
+def test_what_ended_a_command_and_its_state_are_read_as_what_they_are(tmp_path, ends, killed_by, state):
     with TrajectoryLog(tmp_path / "log") as log:
         log.begin_episode("e", {})
         number = log.log_intent("e", 0, Command(("true",))).number
         record = log._result_record("e", number, Outcome(0, killed_by=killed_by), state)
         record["order"] = log._table.order
         log._files.append(trajectory.RecordKind.RESULT, trajectory._encode_record(record))
-    assert main(["trajectory", "show", str(tmp_path / "log"), "--episode", "e"]) == 2
-    said = capsys.readouterr()
+    said = ends(2, ["trajectory", "show", str(tmp_path / "log"), "--episode", "e"])
     assert "\x1b" not in said.out + said.err
 
 
@@ -469,7 +454,7 @@ def test_a_replay_that_is_asked_twice_to_stop_ends_its_command_and_says_so(tmp_p
     assert not list(tmp_path.glob("opd-replay-*"))
 
 
-def test_a_damaged_log_beside_a_whole_one_is_said(tmp_path, capsys):
+def test_a_damaged_log_beside_a_whole_one_is_said(tmp_path, ends):
     for stage in ("a", "merge"):
         with TrajectoryLog(tmp_path / "stages" / stage / "episodes") as log:
             log.begin_episode("e/0", {})
@@ -477,5 +462,4 @@ def test_a_damaged_log_beside_a_whole_one_is_said(tmp_path, capsys):
     data = bytearray(file.read_bytes())
     data[data.rindex(b"e/0")] ^= 1
     file.write_bytes(data)
-    assert main(["trajectory", "show", str(tmp_path)]) == 2
-    assert "DAMAGED" in capsys.readouterr().out
+    assert "DAMAGED" in ends(2, ["trajectory", "show", str(tmp_path)]).out

@@ -1,7 +1,5 @@
 """The log of commands and steps, and what is read from it in place of running again."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """A small published model, and ways to change it as somebody would who may write to the store."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

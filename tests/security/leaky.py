@@ -1,7 +1,5 @@
 """A reward that says all it knows, as careless code of a user's own may."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

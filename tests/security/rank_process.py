@@ -1,7 +1,5 @@
 """One rank among several, as torchrun's variables say: prints on which addresses it listens, as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Starts a Ray cluster as `launch: ray` does; prints where its processes listen, as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Who listens where: the sockets of processes, as the system tells them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

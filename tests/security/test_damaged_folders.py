@@ -1,7 +1,5 @@
 """Checkpoints and adapters that lead elsewhere or make no sense: one sentence each."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

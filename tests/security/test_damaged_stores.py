@@ -1,7 +1,5 @@
 """Logs, trajectory stores and caches with right checksums and wrong content: one sentence each."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 from cached_rows import file_of
+from hostile import at
 
 from opd.errors import OpdError
 from opd.metrics import read_metrics
@@ -22,13 +21,7 @@ from opd.models import hf_folder
 from opd.storage import sample_lot
 from opd.storage.blobs import KEY_BYTES, encode_header
 from opd.storage.files import read_object
-from opd.storage.framed_log import (
-    END,
-    FileHeader,
-    file_name,
-    frame_header,
-    salt_of,
-)
+from opd.storage.framed_log import END, FileHeader, file_name, frame_header, salt_of
 from opd.storage.logged_choices import encode_choices
 from opd.storage.node_cache import CacheRecord, NodeCache
 from opd.storage.sample_lot import EVERY_FIELD, EXPERT_CHOICES, ReadCounters, SampleLot, SampleRecord
@@ -310,13 +303,7 @@ TEXTS = [
 
 
 def put(*path: Any, to: Any) -> Change:
-    def change(header: dict[str, Any], data: bytearray) -> None:
-        place = header
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = to
-
-    return change
+    return lambda header, data: at(*path, to=to)(header)
 
 
 def overwritten(place: int, value: bytes) -> Change:

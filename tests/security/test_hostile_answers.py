@@ -1,7 +1,5 @@
 """Answers that want to hang, fill the memory or be taken for right, where no code of theirs is run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Code in an answer: whatever it tries, the machine stays as it was and the answer is not taken for right."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """What the system gives an ordinary user less of: permissions, threads, address space. One sentence each."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

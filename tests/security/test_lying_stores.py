@@ -1,7 +1,5 @@
 """A store that lists, sizes and sends what is not there, and adapters that others have published."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -114,10 +112,7 @@ def test_a_range_that_is_a_lie_is_one_sentence(liar, span):
 
 def made(folder: Path) -> dict[str, Any]:
     """A published adapter of one layer; its description."""
-    weights = {
-        "model.x.lora_A.weight": torch.ones(2, 4),
-        "model.x.lora_B.weight": torch.ones(4, 2),
-    }
+    weights = {"model.x.lora_A.weight": torch.ones(2, 4), "model.x.lora_B.weight": torch.ones(4, 2)}
     data = safetensors.torch.save(weights)
     sha256, base = hashlib.sha256(data).hexdigest(), "a" * 64
     digest = _adapter_digest(base, 2.0, sha256)

@@ -1,7 +1,5 @@
 """Text of others in a page, a model card and on a terminal: it is shown and does nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

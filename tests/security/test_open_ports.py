@@ -1,7 +1,5 @@
 """Every port is opened on the address that is asked for: what listens is read from the system."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Manifests written to lead elsewhere, to fill the memory or to hang: each is refused with one sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Passwords, keys and tokens: in memory they work, in nothing that is written can they be found."""
 
-from __future__ import annotations
-
 import contextlib
 import html
 import io

@@ -1,7 +1,5 @@
 """Servers that answer too much, endlessly, too slowly or nonsense: one sentence each, and little memory."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gzip

@@ -1,7 +1,5 @@
 """A real browser, where there is one: told over a pipe what to open, and asked what it then shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

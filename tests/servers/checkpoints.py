@@ -1,7 +1,5 @@
 """Small synthetic Hugging Face folders, written without torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,9 +1,8 @@
 """One S3 server and one real server of a dialect a session; fault proxies in front of them, and models."""
 
-from __future__ import annotations
-
+import contextlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     )
     if wanted and not session.config.option.collectonly:
         installing()
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Any], Any]]:
+    """Returns what it is given, which is closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda made: stack.enter_context(contextlib.closing(made))
 
 
 @pytest.fixture(scope="session")

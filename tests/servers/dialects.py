@@ -3,8 +3,6 @@
 A test takes the fixture `server` by `on(...)`: a little server of a dialect in this process, or a real one.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import urllib.request

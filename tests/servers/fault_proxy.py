@@ -1,7 +1,5 @@
 """An HTTP proxy on localhost that does to requests what networks and overloaded stores do."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

@@ -1,7 +1,5 @@
 """A Hub on localhost with a model on it, and huggingface_hub led there, with a cache of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ Repositories are folders of bytes by commit. Large files (`*.safetensors`) are i
 `fault_proxy` in front of it; what a repository itself is (private, gated, with wrong sizes) is said here.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -2,8 +2,6 @@
 that real ones were seen to send. A server program more is one class more.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import copy

@@ -6,8 +6,6 @@ There is one server for each of SETTINGS, JSON of attributes to set. `FOLDER/NUM
 port. All are forks of a process that has done nothing but import, so a start takes no time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """An HTTP server in this process that says what a function says, over connections that stay open."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import itertools

@@ -9,8 +9,6 @@ copied: the same, with the node's copies of what was read, in `FOLDER/copies`.
 parallel: every rank scores and trains its own samples; the gradients are added up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial

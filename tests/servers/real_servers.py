@@ -1,7 +1,5 @@
 """Real servers on localhost, each kind in an environment of its own that is installed once and kept."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

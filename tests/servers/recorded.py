@@ -1,7 +1,5 @@
 """A server that says what a real one of vLLM has answered, and what is right of it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence

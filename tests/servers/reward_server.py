@@ -1,7 +1,5 @@
 """A server of rewards on loopback, which answers what it is told to, and misbehaves when it is told to."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

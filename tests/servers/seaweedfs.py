@@ -1,7 +1,5 @@
 """A real S3 server on localhost: SeaweedFS, started for one test session and stopped at its end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Tiny models that a real server runs and this process runs too."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time

@@ -1,7 +1,5 @@
 """One stage of a tiny recipe, whose student writes on whatever engine a test names."""
 
-from __future__ import annotations
-
 import json
 
 from recipes import tiny_recipe

@@ -1,7 +1,5 @@
 """What tests of served engines ask them to write, and what is right of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

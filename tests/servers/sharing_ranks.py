@@ -4,8 +4,6 @@ A task has versions of weights given in turn. In each the ranks write their shar
 token is in a log and is checked by the model of its version. `fault` says what happens meanwhile.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

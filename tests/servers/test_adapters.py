@@ -16,14 +16,7 @@ from recipes import tiny_recipe, write_recipe
 from safetensors.torch import load_file
 from served_models import VARIETY
 from served_stage import run
-from served_writing import (
-    Corrupting,
-    assert_written,
-    assert_written_over_updates,
-    requests,
-    update,
-    written,
-)
+from served_writing import Corrupting, assert_written, assert_written_over_updates, requests, update, written
 from test_served_run import Run, assert_nothing_is_left
 
 from opd.config.teachers import SGLangEngineConfig

@@ -1,7 +1,5 @@
 """A merge on Ray whose student writes on a real SGLang server: weights come as what has changed."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Workers that are sent what has changed: paused, given it, proved and resumed as with any other push."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 

@@ -2,8 +2,6 @@
 used: real sockets, servers that are killed.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -29,17 +27,12 @@ def models(vllm_models):
 
 
 @pytest.fixture
-def teacher_of(vllm_published):
-    made = []
-
+def teacher_of(vllm_published, closing):
     def make(url, dialect=SGLANG, **settings):
         given = {"patience": 30.0, "asked": SignalNeeds(top_k=1), "vocabulary": TOKENS} | settings
-        made.append(dialect.make_teacher(vllm_published["a"], [url], **given))
-        return made[-1]
+        return closing(dialect.make_teacher(vllm_published["a"], [url], **given))
 
-    yield make
-    for teacher in made:
-        teacher.close()
+    return make
 
 
 def assert_same(one, other):

@@ -47,18 +47,15 @@ def proxies(server):
 
 
 @pytest.fixture
-def served(server):
-    with ExitStack() as stack:
+def served(server, closing):
+    def make(urls, model="a", **settings):
+        given = QUICK | {"attempts": 3} | settings
+        vocabulary = TOKENS if given.get("signal", "hidden") == "hidden" else PADDED
+        path = published(server.folders[model])
+        made = SGLANG.make_teacher(path, urls, asked=SignalNeeds(top_k=5), vocabulary=vocabulary, **given)
+        return closing(made)
 
-        def make(urls, model="a", **settings):
-            given = QUICK | {"attempts": 3} | settings
-            vocabulary = TOKENS if given.get("signal", "hidden") == "hidden" else PADDED
-            path = published(server.folders[model])
-            made = SGLANG.make_teacher(path, urls, asked=SignalNeeds(top_k=5), vocabulary=vocabulary, **given)
-            stack.callback(made.close)
-            return made
-
-        yield make
+    return make
 
 
 @pytest.fixture

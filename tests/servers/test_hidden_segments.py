@@ -92,8 +92,7 @@ def test_rows_that_are_missing_are_said_and_leave_nothing(folder, chunks, senten
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["../" + NAME[3:], "/etc/passwd", "", NAME + "\n", NAME.upper(), NAME[1:] + "/", None, 7, "lock"],
+    "name", ["../" + NAME[3:], "/etc/passwd", "", NAME + "\n", NAME.upper(), NAME[1:] + "/", None, 7, "lock"]
 )
 def test_a_server_writes_under_no_other_name(folder, name):
     assert taken(folder, [(0, 7)], name=name) == {

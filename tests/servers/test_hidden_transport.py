@@ -53,19 +53,15 @@ def nothing_lies_there(sglang):
 
 
 @pytest.fixture
-def teacher(sglang, published):
+def teacher(sglang, published, closing):
     """Makes teachers on the server; all are closed."""
-    with ExitStack() as stack:
 
-        def make(**settings):
-            config = SGLangTeacherConfig(path=published, urls=[sglang.url], **settings)
-            made = SGLangTeacher(
-                "a", published, config, needs=SignalNeeds(), placement=Placement(vocabulary=TOKENS)
-            )
-            stack.callback(made.close)
-            return made
+    def make(**settings):
+        config = SGLangTeacherConfig(path=published, urls=[sglang.url], **settings)
+        placement = Placement(vocabulary=TOKENS)
+        return closing(SGLangTeacher("a", published, config, needs=SignalNeeds(), placement=placement))
 
-        yield make
+    return make
 
 
 @pytest.fixture

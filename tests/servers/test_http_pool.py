@@ -1,7 +1,5 @@
 """Which server a request goes to, and when a pool gives up."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.server
@@ -29,141 +27,128 @@ from opd.served.http_pool import NEAR, HTTPPool, UrlsFile, share_of
 URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
 
 
-def test_the_preferred_server_is_taken_while_it_has_hardly_more_to_do(loop):
-    async def leased() -> list[int]:
-        pool = HTTPPool("pool", PoolOptions(URLS, max_in_flight_tokens=1000), RolloutError)
-        home, found = pool.servers[1], []
-        async with AsyncExitStack() as stack:
-            for _ in range(8):
-                server = await stack.enter_async_context(pool.lease(100, [], home))
-                found.append(pool.servers.index(server))
-        assert [server.in_flight for server in pool.servers] == [0, 0]
-        return found
-
-    found = loop.run(leased())
+async def test_the_preferred_server_is_taken_while_it_has_hardly_more_to_do():
+    pool = HTTPPool("pool", PoolOptions(URLS, max_in_flight_tokens=1000), RolloutError)
+    home, found = pool.servers[1], []
+    async with AsyncExitStack() as stack:
+        for _ in range(8):
+            server = await stack.enter_async_context(pool.lease(100, [], home))
+            found.append(pool.servers.index(server))
+    assert [server.in_flight for server in pool.servers] == [0, 0]
     ahead = int(NEAR * 1000 / 100) + 1
     assert found[:ahead] == [1] * ahead
     assert 0 in found[ahead:]
 
 
-def test_what_a_server_frees_is_first_for_who_waits_for_its_cache(loop):
+async def test_what_a_server_frees_is_first_for_who_waits_for_its_cache():
     """Not for who waits longer; who leaves without it, or is cancelled, leaves it to the others."""
 
-    async def leased() -> None:
-        pool = HTTPPool("pool", PoolOptions(URLS, max_in_flight_tokens=1000), RolloutError)
-        order: list[tuple[str, int]] = []
-        done = asyncio.Event()
+    pool = HTTPPool("pool", PoolOptions(URLS, max_in_flight_tokens=1000), RolloutError)
+    order: list[tuple[str, int]] = []
+    done = asyncio.Event()
 
-        async def settle() -> None:
-            for _ in range(50):
-                await asyncio.sleep(0)
+    async def settle() -> None:
+        for _ in range(50):
+            await asyncio.sleep(0)
 
-        async def hold(name: str, home: Server | None) -> None:
-            async with pool.lease(1000, [], home) as server:
-                order.append((name, pool.servers.index(server)))
-                await done.wait()
+    async def hold(name: str, home: Server | None) -> None:
+        async with pool.lease(1000, [], home) as server:
+            order.append((name, pool.servers.index(server)))
+            await done.wait()
 
-        first, second = [asyncio.create_task(hold("fills", None)) for _ in range(2)]
-        await settle()
-        tasks = [
-            asyncio.create_task(hold(name, home))
-            for name, home in (("any", None), ("cancelled", pool.servers[0]), ("home", pool.servers[0]))
-        ]
-        await settle()
-        tasks[1].cancel()
-        at = dict(zip((index for _, index in order), (first, second), strict=True))
-        at[0].cancel()  # frees the first server
-        await settle()
-        assert order[2:] == [("home", 0)]
-        tasks[2].cancel()
-        await settle()
-        assert order[3:] == [("any", 0)]
-        done.set()
-        await asyncio.gather(first, second, *tasks, return_exceptions=True)
-        assert not +pool._awaited
-        assert [server.in_flight for server in pool.servers] == [0, 0]
-
-    loop.run(leased())
+    first, second = [asyncio.create_task(hold("fills", None)) for _ in range(2)]
+    await settle()
+    tasks = [
+        asyncio.create_task(hold(name, home))
+        for name, home in (("any", None), ("cancelled", pool.servers[0]), ("home", pool.servers[0]))
+    ]
+    await settle()
+    tasks[1].cancel()
+    at = dict(zip((index for _, index in order), (first, second), strict=True))
+    at[0].cancel()  # frees the first server
+    await settle()
+    assert order[2:] == [("home", 0)]
+    tasks[2].cancel()
+    await settle()
+    assert order[3:] == [("any", 0)]
+    done.set()
+    await asyncio.gather(first, second, *tasks, return_exceptions=True)
+    assert not +pool._awaited
+    assert [server.in_flight for server in pool.servers] == [0, 0]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_request_waits_beside_a_server_that_is_free_for_it(loop, seed):
+async def test_no_request_waits_beside_a_server_that_is_free_for_it(seed):
     """Of random requests, some of which are cancelled or fail; and all leases end."""
     draw = random.Random(seed)
     patience = Patience(retry=Retry(attempts=2, pause=0.0))
 
-    async def leased() -> None:
-        pool = HTTPPool("pool", PoolOptions(URLS, max_in_flight_tokens=100, patience=patience), RolloutError)
-        held: dict[int, tuple[Server, int]] = {}
-        waiting: dict[int, tuple[Server | None, int]] = {}
-        ends: dict[int, asyncio.Event] = {}
-        tasks: dict[int, asyncio.Task] = {}
+    pool = HTTPPool("pool", PoolOptions(URLS, max_in_flight_tokens=100, patience=patience), RolloutError)
+    held: dict[int, tuple[Server, int]] = {}
+    waiting: dict[int, tuple[Server | None, int]] = {}
+    ends: dict[int, asyncio.Event] = {}
+    tasks: dict[int, asyncio.Task] = {}
 
-        async def hold(number: int, tokens: int, home: Server | None, fails: bool) -> None:
-            waiting[number] = home, tokens
-            try:
-                async with pool.lease(tokens, [], home) as server:
-                    held[number] = server, waiting.pop(number)[1]
-                    await ends[number].wait()
-                    if fails:
-                        raise UnavailableError("gone", answered=False)
-            except UnavailableError:
-                pass
-            finally:
-                waiting.pop(number, None)
-                held.pop(number, None)
+    async def hold(number: int, tokens: int, home: Server | None, fails: bool) -> None:
+        waiting[number] = home, tokens
+        try:
+            async with pool.lease(tokens, [], home) as server:
+                held[number] = server, waiting.pop(number)[1]
+                await ends[number].wait()
+                if fails:
+                    raise UnavailableError("gone", answered=False)
+        except UnavailableError:
+            pass
+        finally:
+            waiting.pop(number, None)
+            held.pop(number, None)
 
-        async def check() -> None:
-            for _ in range(60):
-                await asyncio.sleep(0)
-            for server in pool.servers:
-                mine = [tokens for at, tokens in held.values() if at is server]
-                assert server.in_flight == sum(mine)
-                assert len(mine) < 2 or sum(mine) <= 100
-                for home, tokens in waiting.values():
-                    others = any(one is server for one, _ in waiting.values())
-                    assert not pool._has_capacity(server, tokens) or (home is not server and others)
+    async def check() -> None:
+        for _ in range(60):
+            await asyncio.sleep(0)
+        for server in pool.servers:
+            mine = [tokens for at, tokens in held.values() if at is server]
+            assert server.in_flight == sum(mine)
+            assert len(mine) < 2 or sum(mine) <= 100
+            for home, tokens in waiting.values():
+                others = any(one is server for one, _ in waiting.values())
+                assert not pool._has_capacity(server, tokens) or (home is not server and others)
 
-        for number in range(120):
-            what = draw.random()
-            if held and what < 0.4:
-                ends[draw.choice([*held])].set()
-            elif (held or waiting) and what < 0.5:
-                tasks[draw.choice([*held, *waiting])].cancel()
-            ends[number] = asyncio.Event()
-            home, tokens = draw.choice([None, *pool.servers]), draw.choice([10, 30, 60, 100, 150])
-            tasks[number] = asyncio.create_task(hold(number, tokens, home, draw.random() < 0.2))
-            await check()
-        while held:
+    for number in range(120):
+        what = draw.random()
+        if held and what < 0.4:
             ends[draw.choice([*held])].set()
-            await check()
-        assert not waiting
-        assert not +pool._awaited
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        elif (held or waiting) and what < 0.5:
+            tasks[draw.choice([*held, *waiting])].cancel()
+        ends[number] = asyncio.Event()
+        home, tokens = draw.choice([None, *pool.servers]), draw.choice([10, 30, 60, 100, 150])
+        tasks[number] = asyncio.create_task(hold(number, tokens, home, draw.random() < 0.2))
+        await check()
+    while held:
+        ends[draw.choice([*held])].set()
+        await check()
+    assert not waiting
+    assert not +pool._awaited
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    loop.run(leased())
 
-
-def test_a_request_that_is_cancelled_as_a_server_is_freed_takes_none(loop):
-    async def leased() -> None:
-        for ticks in range(4):
-            pool = HTTPPool("pool", PoolOptions(URLS[:1], max_in_flight_tokens=100), RolloutError)
-            pool.servers[0].in_flight = 100
-            pool.servers.append(Server(URLS[1], resting_until=time.monotonic() + 3600))
-            task = asyncio.create_task(pool._choose_server(100, [], None))
+async def test_a_request_that_is_cancelled_as_a_server_is_freed_takes_none():
+    for ticks in range(4):
+        pool = HTTPPool("pool", PoolOptions(URLS[:1], max_in_flight_tokens=100), RolloutError)
+        pool.servers[0].in_flight = 100
+        pool.servers.append(Server(URLS[1], resting_until=time.monotonic() + 3600))
+        task = asyncio.create_task(pool._choose_server(100, [], None))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        pool.servers[0].in_flight = 0
+        pool._signal_freed()
+        for _ in range(ticks):
             await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            pool.servers[0].in_flight = 0
-            pool._signal_freed()
-            for _ in range(ticks):
-                await asyncio.sleep(0)
-            if not task.done():
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-                assert pool.servers[0].in_flight == 0
-
-    loop.run(leased())
+        if not task.done():
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert pool.servers[0].in_flight == 0
 
 
 @pytest.mark.parametrize("way", ["ask", "fetch", "stream"])
@@ -186,60 +171,54 @@ def test_nothing_is_sent_where_a_redirect_leads(loop, way):
         assert (len(server.asked), len(other.asked)) == (1, 0)
 
 
-def test_servers_are_given_up_together_and_not_for_one_that_answers_badly(loop):
+async def test_servers_are_given_up_together_and_not_for_one_that_answers_badly():
     patience = Patience(retry=Retry(attempts=2, pause=0.0))
     options = PoolOptions(URLS, max_in_flight_tokens=1000, patience=patience)
 
-    async def calls() -> int:
-        pool = HTTPPool("pool", options, RolloutError)
-        bad, good = pool.servers
+    pool = HTTPPool("pool", options, RolloutError)
+    bad, good = pool.servers
 
-        async def attempt(server) -> str:
-            if server in (bad, *others):
-                raise UnavailableError("nonsense", answered=True)
-            return server.url
+    async def attempt(server) -> str:
+        if server in (bad, *others):
+            raise UnavailableError("nonsense", answered=True)
+        return server.url
 
-        others, good.in_flight = [], 1  # so the bad one is asked first
-        assert {await pool.call_server(10, attempt) for _ in range(5)} == {good.url}
-        assert bad.bad_answers == 5
-        others.append(good)
-        with pytest.raises(RolloutError, match=r"no usable answer from .*:9, .*:10 in"):
-            await pool.call_server(10, attempt)
-        return pool.counters.retries
-
-    assert loop.run(calls()) == 6
+    others, good.in_flight = [], 1  # so the bad one is asked first
+    assert {await pool.call_server(10, attempt) for _ in range(5)} == {good.url}
+    assert bad.bad_answers == 5
+    others.append(good)
+    with pytest.raises(RolloutError, match=r"no usable answer from .*:9, .*:10 in"):
+        await pool.call_server(10, attempt)
+    found = pool.counters.retries
+    assert found == 6
 
 
-def test_a_server_that_answers_again_is_asked_by_several_at_once(loop):
+async def test_a_server_that_answers_again_is_asked_by_several_at_once():
     patience = Patience(retry=Retry(attempts=2, pause=0.0))
     options = PoolOptions(URLS[:1], max_in_flight_tokens=1000, patience=patience)
 
-    async def leased() -> int:
-        pool = HTTPPool("pool", options, RolloutError)
-        with contextlib.suppress(UnavailableError):
-            async with pool.lease(10, []):
-                raise UnavailableError("gone", answered=False)
-        async with pool.lease(10, []):  # its trial, for which others wait
-            waiting = asyncio.ensure_future(pool._choose_server(10, [], None))
-            await asyncio.sleep(0)
-            assert not waiting.done()
-        await asyncio.wait_for(waiting, 60)
+    pool = HTTPPool("pool", options, RolloutError)
+    with contextlib.suppress(UnavailableError):
         async with pool.lease(10, []):
-            return (await asyncio.wait_for(pool._choose_server(10, [], None), 60)).in_flight
+            raise UnavailableError("gone", answered=False)
+    async with pool.lease(10, []):  # its trial, for which others wait
+        waiting = asyncio.ensure_future(pool._choose_server(10, [], None))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 60)
+    async with pool.lease(10, []):
+        found = (await asyncio.wait_for(pool._choose_server(10, [], None), 60)).in_flight
+    assert found == 30
 
-    assert loop.run(leased()) == 30
 
-
-def test_a_request_that_waits_for_room_takes_what_is_freed(loop):
-    async def leased() -> int:
-        pool = HTTPPool("pool", PoolOptions(URLS[:1], max_in_flight_tokens=100), RolloutError)
-        async with pool.lease(80, []):
-            waiting = asyncio.ensure_future(pool._choose_server(80, [], None))
-            await asyncio.sleep(0)
-            assert not waiting.done()
-        return (await asyncio.wait_for(waiting, 60)).in_flight
-
-    assert loop.run(leased()) == 80
+async def test_a_request_that_waits_for_room_takes_what_is_freed():
+    pool = HTTPPool("pool", PoolOptions(URLS[:1], max_in_flight_tokens=100), RolloutError)
+    async with pool.lease(80, []):
+        waiting = asyncio.ensure_future(pool._choose_server(80, [], None))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    found = (await asyncio.wait_for(waiting, 60)).in_flight
+    assert found == 80
 
 
 LITTLE = [sys.executable, str(Path(__file__).with_name("little_server.py"))]
@@ -380,7 +359,7 @@ def test_a_stream_that_says_nothing_any_more_is_left_though_bytes_come(loop, pat
 
 
 @pytest.mark.parametrize("kind", ["away", "refused", "wrong"])
-def test_looks_at_a_server_use_up_no_patience(loop, kind):
+async def test_looks_at_a_server_use_up_no_patience(kind):
     """Nobody waits for a look: a request after many has all of its attempts."""
     errors = {
         "away": UnavailableError("answered 503", answered=True),
@@ -388,19 +367,17 @@ def test_looks_at_a_server_use_up_no_patience(loop, kind):
         "wrong": RolloutError("holds other weights"),
     }
 
-    async def looked() -> tuple[int, bool, str]:
-        async def admit(server: Server) -> None:
-            raise errors[kind]
+    async def admit(server: Server) -> None:
+        raise errors[kind]
 
-        async def is_right(server: Server) -> bool:
-            return True
+    async def is_right(server: Server) -> bool:
+        return True
 
-        pool = HTTPPool("pool", PoolOptions(URLS[:1]), RolloutError, admit)
-        server = pool.servers[0]
-        for _ in range(40):
-            server.resting_until = 0.0
-            await pool.keep_server(server, is_right)
-        assert str(errors[kind]) in server.last_error
-        return server.failures + server.bad_answers, server.admitted, server.last_error
-
-    assert loop.run(looked())[:2] == (0, False)
+    pool = HTTPPool("pool", PoolOptions(URLS[:1]), RolloutError, admit)
+    server = pool.servers[0]
+    for _ in range(40):
+        server.resting_until = 0.0
+        await pool.keep_server(server, is_right)
+    assert str(errors[kind]) in server.last_error
+    found = server.failures + server.bad_answers, server.admitted, server.last_error
+    assert found[:2] == (0, False)

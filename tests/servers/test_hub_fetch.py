@@ -1,7 +1,5 @@
 """Fetching from the Hub: what is asked for, what is refused, and what becomes of damage on the way."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -17,7 +15,6 @@ from opd.models import hub as fetching
 from opd.models.causal_lm import CausalLM
 from opd.models.hub import fetch_from_hub, is_transient, was_retried
 from opd.models.tokenizers import load_tokenizer
-from opd.pipelines.cli import main
 from opd.retry import Retry
 
 NAME = HubName("org/tiny")
@@ -327,7 +324,7 @@ def test_refused_models_are_refused_again_from_the_cache(hub, hub_model):
             fetch_from_hub(NAME)
 
 
-def test_a_plan_brings_no_weights(hub, hub_model, tmp_path, capsys):
+def test_a_plan_brings_no_weights(hub, hub_model, tmp_path, ends):
     hub.add("org/model", hub_model)
     rows = "".join(f'{{"prompt": "{number}=", "label": "1"}}\n' for number in range(50))
     (tmp_path / "prompts.jsonl").write_text(rows)
@@ -335,6 +332,5 @@ def test_a_plan_brings_no_weights(hub, hub_model, tmp_path, capsys):
     written = {"name": "far", "model": {"path": "org/model"}, "domains": {"sort": domain}}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(written | {"rollout": {"max_new_tokens": 8, "max_sequence": 64}}))
-    assert main(["plan", str(path)]) == 0
-    assert "parameters; not here, and reckoned from its config.json" in capsys.readouterr().out
+    assert "parameters; not here, and reckoned from its config.json" in ends(0, ["plan", str(path)]).out
     assert not [*hub.cache.rglob("*.safetensors")]

@@ -1,7 +1,5 @@
 """Pushing a model's folder to the Hub, and fetching it back."""
 
-from __future__ import annotations
-
 import pytest
 import tiny
 from hub_server import TOKEN, Repository, files_of
@@ -26,9 +24,8 @@ def folder(tmp_path, monkeypatch):
     return made
 
 
-def test_a_model_is_pushed_and_comes_back_the_same(hub, folder, monkeypatch, capsys):
-    assert main(["push", str(folder), "me/mine"]) == 0
-    said = capsys.readouterr()
+def test_a_model_is_pushed_and_comes_back_the_same(hub, folder, monkeypatch, ends):
+    said = ends(0, ["push", str(folder), "me/mine"])
     made = hub.server.repositories["me/mine"]
     assert made.private
     assert f"model: {{path: me/mine@{made.refs['main']}}}" in said.out
@@ -42,8 +39,7 @@ def test_a_model_is_pushed_and_comes_back_the_same(hub, folder, monkeypatch, cap
     assert {path.name for path in back.path.iterdir()} == set(here)
     monkeypatch.delenv("HF_TOKEN")
     hub.server.asked.clear()
-    assert main(["push", str(folder), "me/other"]) == 2
-    assert "pushing needs a token that may write" in capsys.readouterr().err
+    assert "pushing needs a token that may write" in ends(2, ["push", str(folder), "me/other"]).err
     assert hub.server.asked == []
 
 
@@ -65,10 +61,7 @@ def test_a_hub_that_fails_for_a_moment_is_asked_again(hub, folder):
 
 @pytest.mark.parametrize(
     ("path", "status", "sentence"),
-    [
-        ("/api/repos/create", 503, "try again later"),
-        ("/commit/", 403, "check the token in HF_TOKEN"),
-    ],
+    [("/api/repos/create", 503, "try again later"), ("/commit/", 403, "check the token in HF_TOKEN")],
 )
 def test_a_hub_that_refuses_is_one_sentence(hub, folder, capsys, path, status, sentence):
     hub.proxy.inject("status", times=99, status=status, method="POST", path=path)
@@ -78,15 +71,14 @@ def test_a_hub_that_refuses_is_one_sentence(hub, folder, capsys, path, status, s
     assert TOKEN not in said
 
 
-def test_what_got_there_otherwise_is_found(hub, folder, monkeypatch, capsys):
+def test_what_got_there_otherwise_is_found(hub, folder, monkeypatch, ends):
     commit = Repository.commit
 
     def damaged(self, files, branch="main"):
         return commit(self, {k: v + b"x" if k.endswith("tensors") else v for k, v in files.items()}, branch)
 
     monkeypatch.setattr(Repository, "commit", damaged)
-    assert main(["push", str(folder), "me/mine"]) == 2
-    assert "model.safetensors is not in me/mine@" in capsys.readouterr().err
+    assert "model.safetensors is not in me/mine@" in ends(2, ["push", str(folder), "me/mine"]).err
 
 
 @pytest.mark.parametrize(
@@ -103,20 +95,17 @@ def test_what_got_there_otherwise_is_found(hub, folder, monkeypatch, capsys):
         (["{folder}", "me/mine", "--seed", "1"], "opd push takes no --seed"),
     ],
 )
-def test_what_cannot_be_pushed_is_said_before_anything_is_asked(hub, folder, capsys, words, sentence):
-    assert main(["push", *(word.format(folder=folder) for word in words)]) == 2
-    assert sentence in capsys.readouterr().err
+def test_what_cannot_be_pushed_is_said_before_anything_is_asked(hub, folder, ends, words, sentence):
+    assert sentence in ends(2, ["push", *(word.format(folder=folder) for word in words)]).err
     assert hub.server.asked == []
 
 
-def test_a_run_folder_and_a_damaged_model_are_refused(hub, folder, tmp_path, capsys):
+def test_a_run_folder_and_a_damaged_model_are_refused(hub, folder, tmp_path, ends):
     (tmp_path / "run" / "merged").mkdir(parents=True)
     (tmp_path / "run" / "inputs.json").write_text("{}")
-    assert main(["push", str(tmp_path / "run"), "me/mine"]) == 2
-    assert "is a run's folder, and no model's" in capsys.readouterr().err
+    assert "is a run's folder, and no model's" in ends(2, ["push", str(tmp_path / "run"), "me/mine"]).err
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    assert main(["push", str(folder), "me/mine"]) == 2
-    assert "sha256" in capsys.readouterr().err
+    assert "sha256" in ends(2, ["push", str(folder), "me/mine"]).err
     assert hub.server.asked == []

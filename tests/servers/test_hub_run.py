@@ -1,7 +1,5 @@
 """A run whose model, teacher and data are on the Hub: from names to a merge, and on from its commits."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -51,10 +49,7 @@ def test_from_names_on_the_hub_to_a_merge_and_on_from_its_commits(hub, recipe, t
     asked = {
         "model.path": {"asked": "org/tiny", "commit": commits["org/tiny"]},
         "teachers.a.path": {"asked": "org/teacher@v1", "commit": commits["org/teacher"]},
-        "domains.a.source": {
-            "asked": "hf://datasets/org/set/train.jsonl",
-            "commit": commits["org/set"],
-        },
+        "domains.a.source": {"asked": "hf://datasets/org/set/train.jsonl", "commit": commits["org/set"]},
     }
     assert inputs["hub"] == asked == json.loads((out / "results.json").read_text())["hub"]
     assert inputs["given"]["model.path"]["model.safetensors"]
@@ -78,27 +73,24 @@ def test_from_names_on_the_hub_to_a_merge_and_on_from_its_commits(hub, recipe, t
 
 
 @pytest.mark.slow
-def test_another_revision_is_another_run(hub, recipe, hub_model, tmp_path, capsys):
+def test_another_revision_is_another_run(hub, recipe, hub_model, tmp_path, ends):
     out = tmp_path / "run"
     assert main(["distill", str(recipe), "--out", str(out)]) == 0
     hub.server.repositories["org/tiny"].commit(hub_model | {"generation_config.json": b"{}"}, "v2")
     words = ["distill", str(recipe), "--out", str(out), "--resume", "--model.path", "org/tiny@v2"]
-    assert main(words) == 2
-    assert "was started with model.path = " in (said := capsys.readouterr().err)
+    assert "was started with model.path = " in (said := ends(2, words).err)
     assert "org/tiny@" in said
 
 
-def test_a_folder_that_holds_another_run_is_said_before_anything_is_fetched(hub, recipe, tmp_path, capsys):
+def test_a_folder_that_holds_another_run_is_said_before_anything_is_fetched(hub, recipe, tmp_path, ends):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
-    assert main(["run", str(recipe), "--out", str(tmp_path / "run")]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "exists already" in ends(2, ["run", str(recipe), "--out", str(tmp_path / "run")]).err
     assert hub.server.asked == []
 
 
-def test_a_dry_run_asks_nobody(hub, recipe, capsys):
-    assert main(["run", str(recipe), "--dry-run"]) == 0
-    assert "path: org/tiny\n" in capsys.readouterr().out
+def test_a_dry_run_asks_nobody(hub, recipe, ends):
+    assert "path: org/tiny\n" in ends(0, ["run", str(recipe), "--dry-run"]).out
     assert hub.server.asked == []
 
 
@@ -125,9 +117,8 @@ def test_files_in_the_cache_that_are_damaged_are_found(hub, recipe, hub_model, t
     assert "is not what the Hub gave; delete " in capsys.readouterr().err
 
 
-def test_the_doctor_and_the_plan_fetch_what_they_look_at(hub, recipe, tmp_path, capsys):
-    assert main(["doctor", str(recipe), "--out", str(tmp_path / "run")]) == 0
-    assert "student: llama" in capsys.readouterr().out
+def test_the_doctor_and_the_plan_fetch_what_they_look_at(hub, recipe, tmp_path, ends):
+    assert "student: llama" in ends(0, ["doctor", str(recipe), "--out", str(tmp_path / "run")]).out
     assert main(["plan", str(recipe)]) == 0
     assert not (tmp_path / "run").exists()
 

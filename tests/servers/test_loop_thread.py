@@ -1,7 +1,5 @@
 """The loop thread ends, whatever runs in it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

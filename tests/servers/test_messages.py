@@ -190,11 +190,7 @@ OWN = {"type": "vllm", "servers": "own"}
             {"servers": {"own": {"type": "vllm", "arguments": {"speculative-config": "{}"}}}},
             "tells log-probabilities of what is left after its drafts",
         ),
-        (
-            {"engine": HERE},
-            {"runtime": {"workers": 2}},
-            "vllm gives its workers one student's",
-        ),
+        ({"engine": HERE}, {"runtime": {"workers": 2}}, "vllm gives its workers one student's"),
         (
             {"engine": OWN},
             {"runtime": {"offload": {"engine": True}}, "servers": {"own": {"type": "vllm"}}},

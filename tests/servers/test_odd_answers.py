@@ -1,7 +1,5 @@
 """What is said of a URL behind which there is something else than a server of the teacher's kind."""
 
-from __future__ import annotations
-
 import pytest
 from little_models import LittleSGLang, little
 from little_web import Reply, serving

@@ -1,7 +1,5 @@
 """Faults of a store under streamed teachers: a step's gradient is right to the bit, or there is none."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

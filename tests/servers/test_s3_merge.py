@@ -1,20 +1,17 @@
 """A merge of ten teachers published on a real S3 server, read by two ranks, against all of them in memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import merge_ranks
 import pytest
 import torch
+from attempts import run_only
 from rank_processes import run_ranks
 from recipes import tiny_recipe, write_recipe
 from safetensors.torch import load_file
 from seaweedfs import aws_environment
 
-from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
 from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.pipelines.stages.supervised import new_base
 from opd.storage.published import PublishedModel
@@ -50,8 +47,7 @@ def merges(s3, tmp_path_factory):
         write_recipe(folder / "recipe.yaml", **SETTINGS | given)
         local = SETTINGS | given | {"distill": SETTINGS["distill"] | {"teachers": "local"}}
         recipe = tiny_recipe(**local)
-        with RunFolder.create(folder / "loaded", recipe) as own:
-            run_stage(recipe, own, "merge")
+        run_only(recipe, folder / "loaded", "merge")
         run_ranks(merge_ranks.__file__, 2, folder)
         manifests = []
         for name in NAMES:

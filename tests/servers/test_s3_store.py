@@ -12,12 +12,7 @@ from opd.retry import Retry
 from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.s3_store import PART_BYTES
 
-QUICK = StoreOptions(
-    retry=Retry(attempts=4, pause=0.01),
-    connect_seconds=1.0,
-    chunk_bytes=100_000,
-    threads=3,
-)
+QUICK = StoreOptions(retry=Retry(attempts=4, pause=0.01), connect_seconds=1.0, chunk_bytes=100_000, threads=3)
 DATA = os.urandom(400_000)
 
 
@@ -182,11 +177,7 @@ def test_the_default_options_wait_for_ten_seconds(shared, proxy):
 
 def test_a_store_that_stays_away_is_named(store, proxy):
     proxy.stop()
-    for call in (
-        lambda: store.get_range("a", 0, 5),
-        lambda: store.size("a"),
-        lambda: store.put("b", b"x"),
-    ):
+    for call in (lambda: store.get_range("a", 0, 5), lambda: store.size("a"), lambda: store.put("b", b"x")):
         with pytest.raises(StorageError, match=r"cannot be .*4 times in .* s; check that the store is"):
             call()
 

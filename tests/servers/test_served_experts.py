@@ -2,8 +2,6 @@
 refused with one sentence.
 """
 
-from __future__ import annotations
-
 import base64
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random faults of real servers while a teacher scores on them: right rows or one sentence, nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Mixtures of experts as students on servers: given the tensors of files, proven in the servers' own form."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import shutil

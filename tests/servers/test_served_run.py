@@ -1,7 +1,5 @@
 """`opd run` with real SGLang and vLLM servers of its own: however it ends, nothing of them is left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -6,12 +6,10 @@ from contextlib import ExitStack
 import pytest
 import served_models as models
 import tiny
+from attempts import run_only
 from fault_proxy import fault_proxy
 from recipes import tiny_recipe
 from safetensors.torch import load_file
-
-from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import run_stage
 
 
 def merge(out, served_models, servers=None):
@@ -28,8 +26,7 @@ def merge(out, served_models, servers=None):
         distill={"steps": 4, "prompts_per_domain": 6, "teachers": "local", "to_batch": models.STOPS_AT},
         baselines={"methods": []},
     )
-    with RunFolder.create(out, recipe) as folder:
-        run_stage(recipe, folder, "merge")
+    run_only(recipe, out, "merge")
     lines = (out / "stages/merge/metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], load_file(out / "merged/model.safetensors")
 

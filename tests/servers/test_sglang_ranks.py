@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from attempts import run_only
 from dialects import SGLANG
 from fault_proxy import fault_proxy
 from little_models import LittleSGLang, little
@@ -66,8 +67,7 @@ def assert_student_of_one(served_models, out, engine, ranks, **changes):
     """Ranks of FSDP2 on the workers of `engine` make the student of one process that writes itself."""
     settings = merge(served_models, {"type": "torch"}) | {k: v for k, v in changes.items() if k == "model"}
     here = tiny_recipe(**settings)
-    with RunFolder.create(out / "one", here) as folder:
-        run_stage(here, folder, "merge")
+    run_only(here, out / "one", "merge")
     recipe = write_recipe(out / "recipe.yaml", **merge(served_models, engine, ranks=ranks) | changes)
     command = [sys.executable, "-m", "opd.pipelines.cli", "distill", str(recipe)]
     done = subprocess.run(

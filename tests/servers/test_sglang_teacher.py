@@ -49,19 +49,15 @@ def published(served_models, tmp_path_factory):
 
 
 @pytest.fixture
-def served(sglang, published):
+def served(sglang, published, closing):
     """Makes teachers of model `a` on the server; all are closed."""
-    made = []
 
     def make(signal="hidden", *, vocabulary=TOKENS, asked=SignalNeeds(), **settings):  # noqa: B008
         config = SGLangTeacherConfig(path=published["a"], urls=[sglang.url], signal=signal, **settings)
         placement = Placement(vocabulary=vocabulary)
-        made.append(SGLangTeacher("a", published["a"], config, needs=asked, placement=placement))
-        return made[-1]
+        return closing(SGLangTeacher("a", published["a"], config, needs=asked, placement=placement))
 
-    yield make
-    for teacher in made:
-        teacher.close()
+    return make
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 doctor says so before.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -60,10 +60,7 @@ WAYS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ways", "world", "count"),
-    [(WAYS[:1], 2, 1), (WAYS, 3, 2), (WAYS, 2, 3)],
-)
+@pytest.mark.parametrize(("ways", "world", "count"), [(WAYS[:1], 2, 1), (WAYS, 3, 2), (WAYS, 2, 3)])
 def test_each_server_is_given_every_version_once(padded_models, tmp_path, ways, world, count):
     """By all ways of new weights, counted by the servers and by the first rank's metric."""
     whole = sum(tensor.nbytes for _, tensor in CausalLM.from_pretrained(padded_models["a"]).weights())
@@ -185,11 +182,7 @@ def test_servers_that_are_killed_slow_or_hung_lose_no_token_and_change_none(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("who", "fault"),
-    [
-        (2, {"what": "rank", "rank": 2}),
-        (0, {"what": "push", "rank": 0, "server": 1}),
-    ],
+    ("who", "fault"), [(2, {"what": "rank", "rank": 2}), (0, {"what": "push", "rank": 0, "server": 1})]
 )
 def test_a_rank_that_is_gone_ends_the_others_with_one_sentence(padded_models, tmp_path, who, fault):
     """In its writing, or in the middle of its push. The same ranks then go on with what was logged, and

@@ -12,7 +12,6 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import Distribution, EntryPoint
@@ -57,29 +56,23 @@ def little(folder, **settings):
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, closing):
     """Starts groups, which are closed."""
-    with ExitStack() as stack:
 
-        def start(**settings):
-            group = begun(little(tmp_path, **settings), tmp_path / "logs")
-            stack.callback(group.close)
-            return group
+    def start(**settings):
+        return closing(begun(little(tmp_path, **settings), tmp_path / "logs"))
 
-        yield start
+    return start
 
 
 @pytest.fixture
-def made(tmp_path):
+def made(tmp_path, closing):
     """Makes what a run has of groups, and closes it."""
-    with ExitStack() as stack:
 
-        def make(groups=None, **settings):
-            servers = Servers(groups or {"own": little(tmp_path)}, begins(tmp_path / "logs"), **settings)
-            stack.callback(servers.close)
-            return servers
+    def make(groups=None, **settings):
+        return closing(Servers(groups or {"own": little(tmp_path)}, begins(tmp_path / "logs"), **settings))
 
-        yield make
+    return make
 
 
 OWN = (SGLangTeacherConfig(servers="own", path="x"), Path("model"))

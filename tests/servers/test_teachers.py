@@ -60,19 +60,16 @@ def serve(vllm_models):
 
 
 @pytest.fixture
-def teacher_of(vllm_published):
+def teacher_of(vllm_published, closing):
     """Makes teachers on a server; all are closed."""
-    with ExitStack() as stack:
 
-        def make(server, model="a", **settings):
-            hidden = settings.get("signal", "hidden") == "hidden"
-            asked = SignalNeeds(temperature=0.7) if hidden else SignalNeeds(top_k=5)
-            given = {"attempts": 2, "asked": asked, "vocabulary": TOKENS - hidden} | settings
-            made = server.dialect.make_teacher(vllm_published[model], [server.url], **given)
-            stack.callback(made.close)
-            return made
+    def make(server, model="a", **settings):
+        hidden = settings.get("signal", "hidden") == "hidden"
+        asked = SignalNeeds(temperature=0.7) if hidden else SignalNeeds(top_k=5)
+        given = {"attempts": 2, "asked": asked, "vocabulary": TOKENS - hidden} | settings
+        return closing(server.dialect.make_teacher(vllm_published[model], [server.url], **given))
 
-        yield make
+    return make
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 On a CPU a server has no memory to give back; it is told by its own verbs, and ends at a wrong one.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -46,18 +46,13 @@ def vllm(vllm_models, tmp_path_factory):
 
 
 @pytest.fixture
-def served(vllm, vllm_published):
-    made = []
-
+def served(vllm, vllm_published, closing):
     def make(signal="topk", model="a", top_k=5, **settings):
         config = VLLMTeacherConfig(path=vllm_published[model], urls=[vllm.url], signal=signal, **settings)
         asked, placement = SignalNeeds(top_k=top_k), Placement(vocabulary=TOKENS)
-        made.append(VLLMTeacher(model, vllm_published[model], config, needs=asked, placement=placement))
-        return made[-1]
+        return closing(VLLMTeacher(model, vllm_published[model], config, needs=asked, placement=placement))
 
-    yield make
-    for teacher in made:
-        teacher.close()
+    return make
 
 
 def test_log_probabilities_are_the_models_own(served, vllm_models):
@@ -146,12 +141,7 @@ def test_a_merge_starts_its_vllm_teacher_and_ends_it(vllm_models, tmp_path, loss
             servers={"own": group} if server else {},
             teachers={"sort": {"path": str(vllm_models["a"])} | own, "add3": {"path": str(vllm_models["a"])}},
             rollout={"max_new_tokens": 5, "max_sequence": 32},
-            distill={
-                "steps": 2,
-                "prompts_per_domain": 4,
-                "loss": loss,
-                "teachers": "local",
-            },
+            distill={"steps": 2, "prompts_per_domain": 4, "loss": loss, "teachers": "local"},
             baselines={"methods": []},
             evaluation={"prompts_per_domain": 4},
         )

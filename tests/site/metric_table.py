@@ -1,7 +1,5 @@
 """The metrics that the documentation has, from its one table."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The list of limits: each sentence that it quotes is one that the code says, and other pages lead to it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -3,8 +3,6 @@
 `tests/pipelines/conftest.py` holds every step of every run of its tests against it as well.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """The documentation is built as it is published: a dead link, page or object is an error."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the cache's tests share: rows that follow from a number, and a look at the folder from outside."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Python processes that work on the same folder as the test."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

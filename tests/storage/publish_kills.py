@@ -5,8 +5,6 @@ store must hold either the old model, whole, or the new one, whole, or none; and
 the new one and not a file more than an undisturbed publisher.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the tests of samples on disk share: samples that follow from a number, and a look from outside."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the tests of a node's copies share: published models in a store that is no folder, and readers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

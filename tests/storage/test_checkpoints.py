@@ -1,7 +1,5 @@
 """The checkpoint store: retention, damage, and `kill -9` in the middle of a save."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

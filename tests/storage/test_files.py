@@ -1,7 +1,5 @@
 """Atomic files and folders, and the lock: behaviour seen from other processes too."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

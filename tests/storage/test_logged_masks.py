@@ -1,7 +1,5 @@
 """Sampling masks in the token log and in samples on disk: with their tokens or not at all."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from test_samples import items, record, values

@@ -1,7 +1,5 @@
 """The hidden-state cache in one process: values, keys, quota and order, leases, tensors, counters."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import subprocess

@@ -1,7 +1,5 @@
 """Damaged, missing and unwritable files: never an answer from wrong bytes, nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Random histories of two openings of one cache against a dictionary, exact in every answer."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One cache, several processes: shared leases, forks, a stress with a tight quota, and `kill -9` anywhere."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

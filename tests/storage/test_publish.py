@@ -220,10 +220,7 @@ def change_tensors(checkpoint: Path, out: str | None, more: dict[str, np.ndarray
     [
         (lambda c: change_tensors(c, "lm_head.weight", {}), "no tensors for the head"),
         (lambda c: change_tensors(c, "model.embed_tokens.weight", {}), "no tensors for the embedding"),
-        (
-            lambda c: change_tensors(c, None, {"vision.w": np.zeros(3)}),
-            "vision.w belongs to no known part",
-        ),
+        (lambda c: change_tensors(c, None, {"vision.w": np.zeros(3)}), "vision.w belongs to no known part"),
         (
             lambda c: (c / "model-00001-of-00002.safetensors").unlink(),
             "00001-of-00002.safetensors is missing",

@@ -1,7 +1,5 @@
 """Samples on disk: written in lots, filtered by their table, read where they are needed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

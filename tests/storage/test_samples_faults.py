@@ -1,7 +1,5 @@
 """Samples on disk under damage, full disks, kills and many readers: one clear sentence, or right data."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

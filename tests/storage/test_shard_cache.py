@@ -1,7 +1,5 @@
 """A node's copies of published weights: read once from the store, right whatever happens to them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

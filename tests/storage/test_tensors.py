@@ -1,7 +1,5 @@
 """The tensor codec: exact round trips, and every kind of damage is named."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Expert choices in the token log: with their tokens or not at all, and shared where requests share them."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -31,41 +31,32 @@ def log(tmp_path):
     return folder
 
 
-def test_inspect_and_verify_a_whole_log(log, capsys):
-    assert main(["wal", "inspect", str(log)]) == 0
-    printed = capsys.readouterr().out
-    for part in (
-        "2, 1 completed, 1 pending",
-        "tokens    7",
-        "versions 4 to 6",
-        "closed by",
-    ):
+def test_inspect_and_verify_a_whole_log(log, ends):
+    printed = ends(0, ["wal", "inspect", str(log)]).out
+    for part in ("2, 1 completed, 1 pending", "tokens    7", "versions 4 to 6", "closed by"):
         assert part in printed
-    assert main(["wal", "verify", str(log)]) == 0
-    assert "2 requests, 7 tokens; whole, and closed by its writer" in capsys.readouterr().out
+    assert "2 requests, 7 tokens; whole, and closed by its writer" in ends(0, ["wal", "verify", str(log)]).out
 
 
-def test_tokens_of_retired_requests_are_not_counted(log, capsys):
+def test_tokens_of_retired_requests_are_not_counted(log, ends):
     with TokenWAL(log, fsync="os") as wal:
         wal.retire(["b"])
         wal.append(Chunk(["a"], np.array([4]), np.array([6]), np.array([-0.5], np.float32), 6, {}))
     for action, said in (("inspect", "tokens    5\n"), ("verify", "1 request, 5 tokens; whole")):
-        assert main(["wal", action, str(log)]) == 0
-        assert said in capsys.readouterr().out
+        assert said in ends(0, ["wal", action, str(log)]).out
 
 
-def test_the_folder_of_a_run_is_answered_with_its_logs(log, tmp_path, capsys):
+def test_the_folder_of_a_run_is_answered_with_its_logs(log, tmp_path, capsys, ends):
     stage = tmp_path / "run" / "stages" / "merge"
     stage.mkdir(parents=True)
     log.rename(stage / "wal")
-    assert main(["wal", "inspect", str(tmp_path / "run")]) == 2
-    assert f"give {stage / 'wal'}" in capsys.readouterr().err
+    assert f"give {stage / 'wal'}" in ends(2, ["wal", "inspect", str(tmp_path / "run")]).err
     (tmp_path / "file").write_text("")
     assert main(["wal", "inspect", str(tmp_path / "file")]) == 2
     assert "file is no folder; give that of a stage's log" in capsys.readouterr().err
 
 
-def test_export_writes_one_line_a_request(log, tmp_path, capsys):
+def test_export_writes_one_line_a_request(log, tmp_path, ends):
     out = tmp_path / "tokens.jsonl"
     assert main(["wal", "export", str(log), "--out", str(out)]) == 0
     first, second = [json.loads(line) for line in out.read_text().splitlines()]
@@ -75,10 +66,8 @@ def test_export_writes_one_line_a_request(log, tmp_path, capsys):
     assert second["logprobs"] == [None, None, None]
     assert second["status"] == "completed"
     assert second["sampling"]["stop_ids"] == [9]
-    assert main(["wal", "export", str(log), "--out", str(out)]) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert main(["wal", "export", str(log)]) == 0
-    assert capsys.readouterr().out == out.read_text()
+    assert "exists already" in ends(2, ["wal", "export", str(log), "--out", str(out)]).err
+    assert ends(0, ["wal", "export", str(log)]).out == out.read_text()
 
 
 def test_an_export_that_does_not_end_leaves_nothing(log, tmp_path, monkeypatch, capsys):
@@ -102,45 +91,38 @@ def test_an_export_that_does_not_end_leaves_nothing(log, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_damaged_log_is_named_and_mended(log, tmp_path, capsys):
+def test_a_damaged_log_is_named_and_mended(log, tmp_path, capsys, ends):
     file = log / "000000000001.wal"
     data = bytearray(file.read_bytes())
     data[-200] ^= 1
     file.write_bytes(data)
-    assert main(["wal", "verify", str(log)]) == 2
-    assert "DAMAGED" in capsys.readouterr().out
-    assert main(["wal", "export", str(log)]) == 2  # a part, and whoever asked for all is told
-    printed = capsys.readouterr()
+    assert "DAMAGED" in ends(2, ["wal", "verify", str(log)]).out
+    printed = ends(2, ["wal", "export", str(log)])
     assert "what comes before is exported" in printed.err
     assert len(printed.out.splitlines()) == 2
     assert main(["wal", "export", str(log), "--out", str(tmp_path / "out")]) == 2
     assert (tmp_path / "out").read_text() == printed.out
     capsys.readouterr()
-    assert main(["wal", "repair", str(log)]) == 0
-    assert "kept 2 requests" in capsys.readouterr().out
+    assert "kept 2 requests" in ends(0, ["wal", "repair", str(log)]).out
     assert main(["wal", "verify", str(log)]) == 0
-    assert main(["wal", "repair", str(log)]) == 0
-    assert "nothing to repair" in capsys.readouterr().out
+    assert "nothing to repair" in ends(0, ["wal", "repair", str(log)]).out
 
 
-def test_a_log_cut_short_is_whole(log, capsys):
+def test_a_log_cut_short_is_whole(log, ends):
     file = log / "000000000001.wal"
     file.write_bytes(file.read_bytes()[:-45])
-    assert main(["wal", "verify", str(log)]) == 0
-    assert "the last write was cut short" in capsys.readouterr().out
+    assert "the last write was cut short" in ends(0, ["wal", "verify", str(log)]).out
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify", "export", "repair"])
-def test_no_log_is_one_sentence(action, tmp_path, capsys):
+def test_no_log_is_one_sentence(action, tmp_path, ends):
     assert main(["wal", action, str(tmp_path / "none")]) == 2
-    assert main(["wal", action, str(tmp_path)]) == 2
-    errors = capsys.readouterr().err
+    errors = ends(2, ["wal", action, str(tmp_path)]).err
     assert errors.count("there is no log in") == errors.count("\n") == 2
 
 
-def test_a_log_that_its_stage_has_deleted_is_told_from_a_wrong_path(tmp_path, capsys):
-    assert main(["wal", "inspect", str(tmp_path / "wal")]) == 2
-    assert "check the path" in capsys.readouterr().err
+def test_a_log_that_its_stage_has_deleted_is_told_from_a_wrong_path(tmp_path, capsys, ends):
+    assert "check the path" in ends(2, ["wal", "inspect", str(tmp_path / "wal")]).err
     (tmp_path / "done.json").touch()
     for name in ("wal", "wal-rank-1"):
         assert main(["wal", "inspect", str(tmp_path / name)]) == 2

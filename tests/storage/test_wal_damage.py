@@ -1,7 +1,5 @@
 """Every byte of a log flipped, and every file cut at every byte: noticed, and a valid prefix comes back."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 each, and nothing that was acknowledged is lost.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

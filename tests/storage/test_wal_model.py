@@ -1,7 +1,5 @@
 """The log against a plain dictionary, in any order of calls, restarts, compactions and mistakes."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

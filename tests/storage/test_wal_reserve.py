@@ -1,7 +1,5 @@
 """Zeros put ahead of the frames of a log that waits for the disk: never read as anything, and given back."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

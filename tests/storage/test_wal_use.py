@@ -1,7 +1,5 @@
 """The token log as its callers use it: the contract, mistakes, retiring."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from wal_helpers import chunk, request, started, tokens

@@ -1,7 +1,5 @@
 """Two requests and their chunks, for tests of the token log."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

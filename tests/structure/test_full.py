@@ -1,7 +1,5 @@
 """What `--full` means, whoever runs the tests, and what damaged records say."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

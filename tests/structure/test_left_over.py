@@ -1,7 +1,5 @@
 """A run of tests leaves no process behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

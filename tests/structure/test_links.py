@@ -1,7 +1,5 @@
 """Every relative link of every page leads to a file, and to a heading that is there."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One name, one meaning; and modules that can be imported one after another."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from functools import cache

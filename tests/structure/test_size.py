@@ -3,8 +3,6 @@
 Raise one only for what a user gains, and say in CHANGELOG.md what that is; lower it when files go.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -6,8 +6,6 @@ A tiny run in this process; of its second step every file of the project is note
 first called.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

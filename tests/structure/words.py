@@ -7,8 +7,6 @@ how often docstrings say "what" or begin with What, Whether, How, Of or Where. O
 the changelog): words in a sentence, and semicolons. Code, tables and links are left out.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Published teachers as fixtures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

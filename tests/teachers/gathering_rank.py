@@ -5,8 +5,6 @@
 Gloo moves what NCCL would, after all that the rank's stream was given before, as NCCL does.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

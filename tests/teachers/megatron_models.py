@@ -1,7 +1,5 @@
 """Tiny random models of every family a Megatron-Core teacher can be, and what a test compares them by."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import tiny

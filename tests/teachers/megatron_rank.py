@@ -6,8 +6,6 @@
 rank, and `FOLDER/NAME-R.safetensors` holds what it computed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import megatron_models as models

@@ -6,8 +6,6 @@
 rank, and `FOLDER/NAME-R.safetensors` holds its gradient.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

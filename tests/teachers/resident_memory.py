@@ -6,8 +6,6 @@ Lets a schedule score samples with the teachers `FOLDER/t0/published`, `FOLDER/t
 their heads, and prints bytes: growth of the peak resident set, prefetch window, head, model.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -7,8 +7,6 @@ A child of this process scores with the teachers `FOLDER/a/published` and `FOLDE
 cache must be right, and nothing else may be left: no file, no shared memory. Prints what it saw as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

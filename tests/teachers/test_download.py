@@ -1,7 +1,5 @@
 """A published model fetched whole: what lies in its folder is what was published, or it is fetched again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A wrong bit in a shard, a head or a cached blob never reaches a gradient, wherever it is."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Teachers that read long samples in pieces: the same rows, written to the cache as they come."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import subprocess

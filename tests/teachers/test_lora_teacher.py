@@ -1,7 +1,5 @@
 """Adapters on one published base: the hidden states of the merged models for one reading of the base."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from dataclasses import dataclass

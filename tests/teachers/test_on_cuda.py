@@ -1,7 +1,5 @@
 """Teachers on a device: loaded, streamed by a thread, and their rows in the cache and back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

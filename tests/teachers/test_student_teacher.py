@@ -1,7 +1,5 @@
 """The student as its own teacher: the scores of a copy of its weights, its moving average against float64."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

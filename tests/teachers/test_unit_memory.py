@@ -1,7 +1,5 @@
 """Heads in turn on the same memory, which nobody is given while a tensor is left on it."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

@@ -1,7 +1,5 @@
 """Tiny checkpoints, published."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import tiny

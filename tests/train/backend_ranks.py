@@ -5,13 +5,12 @@
 `FOLDER/tasks.json` says on which back ends, one after another; see `run_task`.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,6 @@ from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossCon
 from opd.config.rl import CISPOLoss, GSPOLoss
 from opd.config.train import LoRAConfig
 from opd.errors import OpdError
-from opd.kernels.head import Head
 from opd.models.adapters import AdaptedLM, weight_name
 from opd.models.causal_lm import CausalLM, held_bytes, torch_dtype
 from opd.models.peft_folder import LORA_B
@@ -37,7 +35,6 @@ from opd.train.backend import Backend, TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.distill_terms import FullVocabularyTerm
 from opd.train.offload import OffloadBuffer
-from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
 from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, TokenTerms
@@ -70,14 +67,7 @@ def student(seed: int = 0, lora: bool | list[str] = False, dtype: str | None = N
     return adapted
 
 
-def teacher(micro):
-    """A random teacher whose hidden states are a function of the sample."""
-    rows = [
-        torch.randn(len(s.response_ids), WIDTH, generator=torch.Generator().manual_seed(int(s.uid[1:])))
-        for s in micro.samples
-    ]
-    weight = torch.randn(len(tiny.tokenizer()), WIDTH, generator=torch.Generator().manual_seed(99))
-    return [TeacherView(micro.samples[0].teacher, 1.0, torch.cat(rows), Head(weight))]
+teacher = partial(tiny.random_teacher, width=WIDTH)
 
 
 def terms():

@@ -4,8 +4,6 @@
 PyTorch's own operators.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import backend_ranks

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opd.train.losses import SampledTokens, outside_support, topk_reverse_kl
 from opd.types import Sample, SampleGroup
 
 
@@ -63,6 +64,15 @@ class Position:
     def support(self, k: int) -> Tensor:
         """[K] the teacher's most likely tokens."""
         return self.teacher.topk(k).indices
+
+    def topk_losses(self, k: int, form: str, importance: Tensor | None = None) -> Tensor:
+        """[V] the top-k loss of every action, all with the teacher's support."""
+        support = self.support(k)
+        actions = torch.arange(len(self.teacher))
+        rows = support.expand(len(actions), -1)
+        sampled = SampledTokens(self.logprobs, self.teacher, outside_support(actions, rows), importance)
+        student = self.logprobs[support].expand(len(actions), -1)
+        return topk_reverse_kl(student, self.teacher[support].expand_as(student), form=form, sampled=sampled)
 
     def expected_gradient(self, losses: Tensor, behaviour: Tensor | None = None) -> Tensor:
         """[V] `sum_a mu_a grad losses_a`; `mu` [V] is the student's own distribution unless given."""

@@ -5,8 +5,6 @@
 file `FOLDER/megatron` between 4,096 and 12,288 tokens as a whole, on Megatron-Core.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import ExitStack

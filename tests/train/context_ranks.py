@@ -1,7 +1,5 @@
 """One rank of steps whose sequences are shared; run by test_context_parallel.py through `run_ranks`."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

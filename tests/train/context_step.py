@@ -1,8 +1,7 @@
 """One optimiser step on a tiny model, the same for one rank and for ranks that share sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import tiny
@@ -12,10 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig
 from opd.config.rl import CISPOLoss, GSPOLoss
-from opd.kernels.head import Head
 from opd.train.backend import TrainingSettings
 from opd.train.distill_terms import FullVocabularyTerm
-from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
 from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, TokenTerms
@@ -85,15 +82,6 @@ than 40 tokens of one.
 """
 
 
-def teacher(micro):
-    rows = [
-        torch.randn(len(s.response_ids), 16, generator=torch.Generator().manual_seed(int(s.uid[1:])))
-        for s in micro.samples
-    ]
-    weight = torch.randn(len(tiny.tokenizer()), 16, generator=torch.Generator().manual_seed(99))
-    return [TeacherView(micro.samples[0].teacher, 1.0, torch.cat(rows), Head(weight))]
-
-
 def make_batch(lengths: list[tuple[int, int]]) -> RolloutBatch:
     half = len(lengths) // 2
     samples = tiny.samples(lengths, teachers=["s"] * half + ["t"] * (len(lengths) - half))
@@ -110,15 +98,6 @@ def make_batch(lengths: list[tuple[int, int]]) -> RolloutBatch:
     return RolloutBatch(samples, terms)
 
 
-def draw_choices(back: TorchBackend, batch: RolloutBatch) -> None:
-    """Give all samples but the second choices of experts, of all positions but the last."""
-    routing, rng = back.routing, np.random.default_rng(5)
-    assert routing is not None
-    for sample in (batch.samples[0], *batch.samples[2:]):
-        scores = rng.random((len(sample.token_ids) - 1, routing.layers, routing.experts))
-        sample.expert_choices = scores.argsort(-1)[..., : routing.per_token].astype(np.uint8)
-
-
 def step(
     name: str, make: Callable[..., TorchBackend], *, whole: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -131,7 +110,7 @@ def step(
     if whole:
         memory = {}
     terms = [
-        FullVocabularyTerm(teacher, "one_hot", FullVocabularyKL()),
+        FullVocabularyTerm(partial(tiny.random_teacher, width=16), "one_hot", FullVocabularyKL()),
         PolicyTerm(PolicyLossConfig(), 0.01),
         PolicyTerm(GSPOLoss(clip_low=0.5, clip_high=0.5)),
         PolicyTerm(CISPOLoss()),
@@ -145,7 +124,7 @@ def step(
     if name.startswith("llama"):
         tiny.draw_masks(batch.samples[1:])
     if back.replay_experts("auto"):
-        draw_choices(back, batch)
+        tiny.draw_choices(back.routing, [batch.samples[0], *batch.samples[2:]], seed=5)
     back.assign_samples(batch.samples)
     found = {"logprobs": torch.from_numpy(np.concatenate(back.recompute_logprobs(batch.samples)))}
     metrics = back.forward_backward(batch)

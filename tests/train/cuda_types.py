@@ -1,7 +1,5 @@
 """Tensors of a CPU that say they are CUDA's, for code that asks their type and does the same on both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

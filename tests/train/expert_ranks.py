@@ -1,7 +1,5 @@
 """One rank of a mixture whose experts ranks share; run by test_two_ranks.py and test_expert_parallel.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy

@@ -6,8 +6,6 @@ One process that becomes `WORLD` ranks, so that nothing is imported twice. Each 
 tokens; the reference gathers all keys and values on every rank, and attends plainly.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -5,8 +5,6 @@
 `FOLDER/tasks.json` says what is done, one after another; see `DOES`.
 """
 
-from __future__ import annotations
-
 import gc
 import resource
 from collections.abc import Iterator

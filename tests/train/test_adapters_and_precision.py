@@ -49,8 +49,7 @@ ZERO = {f"mixed, zero-{stage}": settings for stage, settings in STAGES.items()} 
     f"mixed, adapters, zero-{stage}": STAGES[stage] | {"model": {"lora": True}} for stage in (2, 3)
 }
 NO_DEEPSPEED = pytest.mark.skipif(
-    find_spec("deepspeed") is None,
-    reason="needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'",
+    find_spec("deepspeed") is None, reason="needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'"
 )
 LEARNING = [*ADAPTERS, *(pytest.param(name, marks=NO_DEEPSPEED) for name in ZERO_ADAPTERS)]
 PRECISE = [*MIXED, *(pytest.param(name, marks=NO_DEEPSPEED) for name in ZERO)]

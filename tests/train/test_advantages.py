@@ -1,7 +1,5 @@
 """Estimators and whitening against their formulas, custom estimators, and the zero-variance filter."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -2,8 +2,6 @@
 in float64, and the expected gradient of a chunk against an enumeration.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Divergences by domain, by step, at chosen tokens and by gated teachers: values and gradients in float64."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Steps with compiled layers: who decides, what a resumed stage does, ranks that share weights."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sequences shared by ranks, and long ones with FSDP: the step of one rank, with real processes."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import fields

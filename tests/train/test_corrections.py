@@ -1,7 +1,5 @@
 """Importance corrections: exact where they claim to be, rejected tokens out of the normaliser."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

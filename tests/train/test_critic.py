@@ -1,7 +1,5 @@
 """GAE against its double sum, the value loss and the critic's gradient against float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiny
@@ -262,10 +260,7 @@ GAE_ = {"advantage": {"type": "gae"}, "filter_zero_variance": False}
         ({"critic": {}}, "critic has no effect with advantage grpo; set it to null, or"),
         (GAE_ | {"to_batch": "a.b:c"}, "to_batch cannot say what the critic"),
         (GAE_ | {"steps": 5, "critic": {"warmup_steps": 5}}, "leaves none of the 5 steps to the policy"),
-        (
-            {"reference_kl": {"coef": 0.1, "estimator": "k1", "placement": "reward"}},
-            "placement reward has",
-        ),
+        ({"reference_kl": {"coef": 0.1, "estimator": "k1", "placement": "reward"}}, "placement reward has"),
         (
             GAE_ | {"reference_kl": {"coef": 0.1, "estimator": "k2", "placement": "reward"}},
             "zero or wrong gradient",
@@ -275,10 +270,7 @@ GAE_ = {"advantage": {"type": "gae"}, "filter_zero_variance": False}
             "the advantage's gamma is the discount",
         ),
         (GAE_ | {"critic": {"clip": 0}}, "greater than 0"),
-        (
-            {"advantage": {"type": "gae", "lam": 1.1}, "filter_zero_variance": False},
-            "less than or equal",
-        ),
+        ({"advantage": {"type": "gae", "lam": 1.1}, "filter_zero_variance": False}, "less than or equal"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings, message):

@@ -1,7 +1,5 @@
 """Every estimator a recipe can choose has exactly the expected gradient its name promises."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -11,15 +9,12 @@ from whole_step import opd_advantages
 
 from opd.config.rl import PolicyLossConfig
 from opd.train.losses import (
-    SampledTokens,
     clipped_policy_loss,
     k1,
     k2,
     k3,
-    outside_support,
     reference_penalty,
     sampled_k2,
-    topk_reverse_kl,
 )
 
 seeds = st.integers(0, 2**32 - 1)
@@ -43,16 +38,6 @@ def k1_policy_gradient(state, *, baseline="none", coef=1.0):
     return clipped_policy_loss(logprobs, logprobs.detach(), torch.from_numpy(advantages), PolicyLossConfig())[
         0
     ]
-
-
-def topk(state, k, form, *, importance=None):
-    """The top-k loss of every action: the same support in each of the N = V rows."""
-    support = state.support(k)
-    actions = torch.arange(len(state.teacher))
-    rows = support.expand(len(actions), -1)
-    sampled = SampledTokens(state.logprobs, state.teacher, outside_support(actions, rows), importance)
-    student = state.logprobs[support].expand(len(actions), -1)
-    return topk_reverse_kl(student, state.teacher[support].expand_as(student), form=form, sampled=sampled)
 
 
 @given(seeds, vocabularies)
@@ -109,7 +94,7 @@ def test_k3_has_the_forward_gradient(position, seed, vocabulary):
 @given(seeds, vocabularies, st.data())
 def test_hybrid_topk_has_the_reverse_gradient_and_the_kl_as_its_mean(position, seed, vocabulary, data):
     state = position.random(seed, vocabulary)
-    losses = topk(state, data.draw(st.integers(1, vocabulary)), "hybrid")
+    losses = state.topk_losses(data.draw(st.integers(1, vocabulary)), "hybrid")
     torch.testing.assert_close((state.probs * losses.detach()).sum(), state.kl, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(state.expected_gradient(losses), state.reverse_gradient, rtol=1e-8, atol=1e-10)
 
@@ -160,8 +145,8 @@ def test_student_equal_to_teacher_has_no_value_and_no_gradient_for_any_sample(
         k1_policy_gradient(state, baseline="batch_mean"),
         sampled_k2(state.logprobs, state.teacher),
         k3(state.logprobs, state.teacher),
-        topk(state, k, "tail"),
-        topk(state, k, "hybrid"),
+        state.topk_losses(k, "tail"),
+        state.topk_losses(k, "hybrid"),
     ):
         assert losses.abs().max() < 1e-12
         assert state.per_action_gradients(losses).abs().max() < 1e-12

@@ -1,7 +1,5 @@
 """The engine's choices of experts in the trainer: its log-probabilities and its gradient, and the loads."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -41,12 +39,8 @@ def drawn_samples(model: CausalLM, short: int = 1) -> list[Sample]:
     """Samples with choices that no router made, of all positions but the last `short` ones. The last sample
     has none.
     """
-    routing, rng = model.routing, np.random.default_rng(3)
-    assert routing is not None
     samples = tiny.samples(LENGTHS)
-    for sample, (prompt, response) in zip(samples[:-1], LENGTHS, strict=False):
-        scores = rng.random((prompt + response - short, routing.layers, routing.experts))
-        sample.expert_choices = scores.argsort(-1)[..., : routing.per_token].astype(np.uint8)
+    tiny.draw_choices(model.routing, samples[:-1], short)
     return samples
 
 

@@ -1,7 +1,5 @@
 """Layers in 16 bits over float32 masters in one process: what FSDP2 does on a world of one, without it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import backend_ranks

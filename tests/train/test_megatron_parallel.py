@@ -55,10 +55,7 @@ TASKS = {
             "train": {"pipeline_parallel": 2, "overlap": True, "distributed_optimizer": True},
             "gradients": False,  # each rank has the sum of its part alone
         },
-        "context and data, overlapping": {
-            "train": {"context_parallel": 2, "overlap": True},
-            "model": UNTIED,
-        },
+        "context and data, overlapping": {"train": {"context_parallel": 2, "overlap": True}, "model": UNTIED},
         "tensor and context, adapters": {"train": TENSOR_CONTEXT, "model": ADAPTERS},
         "stages and tensor, adapters": {
             "train": {"pipeline_parallel": 2, "tensor_parallel": 2},

@@ -1,7 +1,5 @@
 """What is logged of a step, from its micro-batches, ranks and updates: means, extremes and shares."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

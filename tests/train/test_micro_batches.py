@@ -1,7 +1,5 @@
 """How large micro-batches are where a recipe leaves it open, and that their size changes no gradient."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How the distance between engine and trainer is measured."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Loss-stream weights: what they sum to, and what they make equal."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

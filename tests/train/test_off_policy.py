@@ -1,7 +1,5 @@
 """Tokens that the student did not sample, or that are scored at another temperature."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

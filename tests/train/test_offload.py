@@ -1,7 +1,5 @@
 """What the trainer puts away comes back as it was, or not at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

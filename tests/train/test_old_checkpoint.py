@@ -4,8 +4,6 @@
 batches of `backend_ranks`; `next.json` has what its next two steps told.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

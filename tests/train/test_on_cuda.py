@@ -1,7 +1,5 @@
 """A training step on a device: the CPU's numbers, what a micro-batch waits for, and its launches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The distillation term on advantages: where it enters, its baseline, and its return-to-go."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Plans from metadata: every trajectory once, balanced, teacher by teacher, as training deals and packs."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

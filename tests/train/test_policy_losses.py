@@ -1,7 +1,5 @@
 """GSPO and CISPO against their papers' formulas in float64, and what no policy loss may depend on."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -119,19 +117,28 @@ def test_a_response_that_ranks_share_has_the_mean_of_all_its_tokens(step, ranks)
         )
 
 
-def test_extreme_ratios_stay_finite():
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        (clipped_policy_loss, PolicyLossConfig()),
+        (clipped_policy_loss, PolicyLossConfig(dual_clip=3.0)),
+        (gspo_policy_loss, GSPOLoss()),
+        (cispo_policy_loss, CISPOLoss()),
+    ],
+    ids=["clipped", "dual clip", "gspo", "cispo"],
+)
+def test_extreme_ratios_stay_finite(loss, config):
     old = torch.tensor([-500.0, 0.0, -500.0, 0.0])
-    for loss, config in ((gspo_policy_loss, GSPOLoss()), (cispo_policy_loss, CISPOLoss())):
-        new = torch.tensor([0.0, -500.0, 0.0, -500.0], requires_grad=True)
-        found, stats = loss(
-            new, old, torch.tensor([1.0, 1.0, -1.0, -1.0]), config, None, Sequences([1, 1, 2])
-        )
-        found.sum().backward()
-        assert found.isfinite().all()
-        assert new.grad is not None
-        assert new.grad.isfinite().all()
-        assert all(math.isfinite(value) for value in stats.metrics().values())
-        assert loss(old[:0], old[:0], old[:0], config, None, Sequences([0]))[0].shape == (0,)
+    new = torch.tensor([0.0, -500.0, 0.0, -500.0], requires_grad=True)
+    found, stats = loss(new, old, torch.tensor([1.0, 1.0, -1.0, -1.0]), config, None, Sequences([1, 1, 2]))
+    found.sum().backward()
+    assert found.isfinite().all()
+    assert new.grad is not None
+    assert new.grad.isfinite().all()
+    assert all(math.isfinite(value) for value in stats.metrics().values())
+    if getattr(config, "dual_clip", None) is not None:
+        assert found.max().item() == pytest.approx(3.0)
+    assert loss(old[:0], old[:0], old[:0], config, None, Sequences([0]))[0].shape == (0,)
 
 
 def batch() -> RolloutBatch:

@@ -1,7 +1,5 @@
 """`model.quantize`: layers compute with the numbers of FP8, beside float32 masters that are trained."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

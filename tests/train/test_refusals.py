@@ -1,7 +1,5 @@
 """Forms that cannot be asked for, each with what it would do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Ring attention, in which no rank has all keys and values, against ranks that gather them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

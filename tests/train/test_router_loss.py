@@ -1,7 +1,5 @@
 """Losses of routers: those of transformers, whatever packs, computes again or replays their tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -151,19 +149,10 @@ def test_one_of_the_two_is_learnt_alone():
     assert not any(name.startswith("routing") for name in none)
 
 
-def drawn(model: CausalLM, samples: list[Sample]) -> None:
-    """Choices that no router made, of all positions but the last; the last sample has none."""
-    routing, rng = model.routing, np.random.default_rng(3)
-    assert routing is not None
-    for sample in samples[:-1]:
-        scores = rng.random((len(sample.token_ids) - 1, routing.layers, routing.experts))
-        sample.expert_choices = scores.argsort(-1)[..., : routing.per_token].astype(np.uint8)
-
-
 def test_with_replay_loads_are_those_of_the_given_choices_and_scores_learn():
     """The gradient is that of the written-out formula over logits that transformers' routers give."""
     model, samples = made(), tiny.samples(LENGTHS)
-    drawn(model, samples)
+    tiny.draw_choices(model.routing, samples[:-1])
     back = backend(model, z=0.0, replay=True)
     metrics, found = learnt(back, samples)
     own, _ = learnt(backend(made(), z=0.0), samples)

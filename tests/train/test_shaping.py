@@ -1,7 +1,5 @@
 """Reward shaping against its formulas, written out by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 

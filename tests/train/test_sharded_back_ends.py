@@ -23,8 +23,7 @@ pytestmark = pytest.mark.slow
 
 ZERO = {"train": {"backend": "deepspeed", "zero_stage": 3}}
 NO_DEEPSPEED = pytest.mark.skipif(
-    find_spec("deepspeed") is None,
-    reason="needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'",
+    find_spec("deepspeed") is None, reason="needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'"
 )
 TENSOR = {"train": {"backend": "megatron", "tensor_parallel": 2}}
 KINDS = {"fsdp": {}, "megatron": TENSOR, "zero-3": ZERO}

@@ -4,8 +4,6 @@ A language of two tokens a sequence, over which everything is enumerated: state 
 1 + a the prefix `a`. A policy is its logits `[1 + V, V]`.
 """
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """What each term makes of a micro-batch, against the plain softmax: values, gradients, shares, rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Top-k forms: what each is worth, with the exact divergence beside it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -24,18 +22,6 @@ def value(state, k, form):
     """[] the divergence of one state on the teacher's top k; forms that need no sample."""
     support = state.support(k)
     return topk_reverse_kl(state.logprobs[support][None], state.teacher[support][None], form=form)[0]
-
-
-def hybrid(state, k, importance=None, actions=None):
-    """[V] the hybrid loss of every action."""
-    support = state.support(k)
-    actions = torch.arange(len(state.teacher)) if actions is None else actions
-    rows = support.expand(len(actions), -1)
-    sampled = SampledTokens(
-        state.logprobs[actions], state.teacher[actions], outside_support(actions, rows), importance
-    )
-    student = state.logprobs[support].expand(len(actions), -1)
-    return topk_reverse_kl(student, state.teacher[support].expand_as(student), form="hybrid", sampled=sampled)
 
 
 def gradient(state, loss):
@@ -62,7 +48,7 @@ def test_all_forms_are_exact_on_the_whole_vocabulary(position, seed, vocabulary)
         loss = value(state, vocabulary, form)
         torch.testing.assert_close(loss.detach(), state.kl, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(gradient(state, loss), state.reverse_gradient, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(hybrid(state, vocabulary).detach(), state.kl.expand(vocabulary))
+    torch.testing.assert_close(state.topk_losses(vocabulary, "hybrid").detach(), state.kl.expand(vocabulary))
 
 
 @given(seeds, st.integers(2, 24), st.data())
@@ -84,7 +70,7 @@ def test_at_a_large_vocabulary_truncation_is_worst_and_the_hybrid_exact(position
     truncated, tail = (gradient(state, value(state, k, form)) for form in ("truncated", "tail"))
     exact = state.reverse_gradient
     assert relative_error(truncated, exact) > 1.5 * relative_error(tail, exact) > 0.01
-    assert relative_error(state.expected_gradient(hybrid(state, k)), exact) < 1e-10
+    assert relative_error(state.expected_gradient(state.topk_losses(k, "hybrid")), exact) < 1e-10
 
 
 def test_the_hybrid_is_the_only_exact_form_on_a_small_support(position):
@@ -96,7 +82,7 @@ def test_the_hybrid_is_the_only_exact_form_on_a_small_support(position):
     generalised = (logp.exp() * (logp - logt) - logp.exp() + logt.exp()).sum()
     for biased in (renormalised, generalised, value(state, 64, "tail"), value(state, 64, "truncated")):
         assert relative_error(gradient(state, biased), state.reverse_gradient) > 0.01
-    exact = state.expected_gradient(hybrid(state, 64))
+    exact = state.expected_gradient(state.topk_losses(64, "hybrid"))
     assert relative_error(exact, state.reverse_gradient) < 1e-10
 
 
@@ -145,7 +131,7 @@ def test_hybrid_equals_the_uncentred_form_in_expectation(position, seed, vocabul
 
     torch.testing.assert_close(expected(1.0), state.reverse_gradient, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(
-        state.expected_gradient(hybrid(state, k)), expected(1.0), rtol=1e-8, atol=1e-10
+        state.expected_gradient(state.topk_losses(k, "hybrid")), expected(1.0), rtol=1e-8, atol=1e-10
     )
     missing = gradient(state, state.logprobs[support].exp().sum())
     torch.testing.assert_close(expected(0.0) - state.reverse_gradient, missing, rtol=1e-6, atol=1e-12)
@@ -157,7 +143,7 @@ def test_hybrid_is_less_noisy_than_the_uncentred_form_and_than_k1(position):
     outside = outside_support(torch.arange(200), support.expand(200, -1))
     exact_part = (state.logprobs[support].exp() * (state.logprobs - state.teacher)[support]).sum()
     uncentred = exact_part + torch.where(outside, (state.log_ratio + 1.0) * state.logprobs, 0.0)
-    ours = state.gradient_variance(hybrid(state, 16))
+    ours = state.gradient_variance(state.topk_losses(16, "hybrid"))
     assert ours < 0.5 * state.gradient_variance(uncentred)
     assert ours < 0.5 * state.gradient_variance(state.log_ratio * state.logprobs)
 
@@ -165,9 +151,9 @@ def test_hybrid_is_less_noisy_than_the_uncentred_form_and_than_k1(position):
 def test_hybrid_needs_importance_weights_off_policy(position):
     state = position.random(0, 40)
     mu = (state.logits + 0.4 * position.random(1, 40).logits).detach().softmax(-1)
-    weighted = state.expected_gradient(hybrid(state, 4, state.probs / mu), behaviour=mu)
+    weighted = state.expected_gradient(state.topk_losses(4, "hybrid", state.probs / mu), behaviour=mu)
     torch.testing.assert_close(weighted, state.reverse_gradient, rtol=1e-8, atol=1e-10)
-    plain = state.expected_gradient(hybrid(state, 4), behaviour=mu)
+    plain = state.expected_gradient(state.topk_losses(4, "hybrid"), behaviour=mu)
     assert relative_error(plain, state.reverse_gradient) > 0.01
 
 

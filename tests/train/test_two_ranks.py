@@ -1,7 +1,5 @@
 """What several ranks do, on two of them and small, in one launch; the files of each kind have more."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial
@@ -20,13 +18,7 @@ from backend_ranks import assert_same, assert_same_gradients, read_state
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 from test_context_parallel import assert_step_of_one
-from test_expert_parallel import (
-    EACH,
-    assert_cut_alike,
-    assert_learnt_alike,
-    assert_shared,
-    write_mixtures,
-)
+from test_expert_parallel import EACH, assert_cut_alike, assert_learnt_alike, assert_shared, write_mixtures
 from test_sharded import assert_read_alike, assert_refused_by_all
 from test_sharded import said as said_by
 from test_sharded_checkpoints import assert_alike, assert_damage_is_named

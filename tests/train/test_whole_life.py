@@ -26,8 +26,7 @@ from opd.train.torch_backend import TorchBackend
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2400)]
 
 NO_DEEPSPEED = pytest.mark.skipif(
-    find_spec("deepspeed") is None,
-    reason="needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'",
+    find_spec("deepspeed") is None, reason="needs DeepSpeed: .venv/bin/python -m pip install 'opd[deepspeed]'"
 )
 BATCH = {"max_tokens": 40}  # two micro-batches a rank of two
 PAIRS = {"train": {"backend": "megatron", "tensor_parallel": 2}}

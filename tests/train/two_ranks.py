@@ -1,7 +1,5 @@
 """One of two ranks that do a small task of each kind; run by test_two_ranks.py through `run_ranks`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import backend_ranks
