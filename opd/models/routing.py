@@ -424,7 +424,8 @@ def empty_routing_fault(module: Any, routing: ExpertRouting) -> str | None:
         probe, calls = copy.deepcopy(block), []
         (part,) = (one for one, _, size in expert_parts(probe) if size)
         part.register_forward_pre_hook(partial(_watch_calls, calls), with_kwargs=True)
-        for one in probe.modules():  # shared experts take memory and choose nothing
+        parts: list[Any] = list(probe.modules())
+        for one in parts:  # shared experts take memory and choose nothing
             if one is part or (isinstance(one, nn.Linear) and one.weight.numel() >= _LARGE):
                 one.forward = partial(_zeros_of, getattr(one, "out_features", width))
                 for name, _ in list(one.named_parameters(recurse=False)):

@@ -81,6 +81,8 @@ CHOSEN = {"llama chosen": (CASES["llama"], 1), "one chosen": (CASES["one"], 2)}
 than 40 tokens of one.
 """
 
+teacher = partial(tiny.random_teacher, width=16)
+
 
 def make_batch(lengths: list[tuple[int, int]]) -> RolloutBatch:
     half = len(lengths) // 2
@@ -110,7 +112,7 @@ def step(
     if whole:
         memory = {}
     terms = [
-        FullVocabularyTerm(partial(tiny.random_teacher, width=16), "one_hot", FullVocabularyKL()),
+        FullVocabularyTerm(teacher, "one_hot", FullVocabularyKL()),
         PolicyTerm(PolicyLossConfig(), 0.01),
         PolicyTerm(GSPOLoss(clip_low=0.5, clip_high=0.5)),
         PolicyTerm(CISPOLoss()),
