@@ -8,6 +8,7 @@ form of transformers' cache: convolution states and recurrent states of a layer,
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from functools import lru_cache, partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -28,6 +30,7 @@ IN_PIECES = (
     "and layers that take a sequence in pieces, or share it with other ranks, only attend; leave"
     " batch.sequence_chunk out, and set train.context_parallel to 1"
 )
+_KERNEL_LOG = logging.getLogger("transformers.integrations.hub_kernels")
 States = dict[str, Tensor]
 """States of a layer by name (`conv.0`, `recurrent.0`), `[B, ...]` each."""
 
@@ -115,8 +118,14 @@ def install_mixers(module: nn.Module) -> None:
     """Let the mixers of `module` hand their tokens to the `attend` that they are given. Without one they
     compute what they always did.
     """
+    _KERNEL_LOG.addFilter(_is_of_use)
     for part in mixers_of(module):
         part.forward = MethodType(_mix, part)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Return False for transformers' advice to install faster kernels where there is no GPU for them."""
+    return torch.cuda.is_available() or "falling back to its reference" not in str(record.msg)
 
 
 def _mix(mixer: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:

@@ -24,7 +24,7 @@ def first_gradients(recipe, start, out) -> tuple[dict[str, torch.Tensor], dict[s
         stack.callback(context.metrics.close)
         merge = Distill(context, start, stack)
         source, step = merge.open_source(stack), StepContext(0, 0.0, PhaseTimer(), {})
-        source.start(0)
+        source.start(0, {})
         samples = stack.enter_context(source.step_samples(0))
         merge.score(samples, step)
         [update] = merge.plan(samples, step).updates

@@ -171,6 +171,7 @@ def test_the_doctor_looks_at_every_worker(sglang, served_models):
     assert f"{sglang.url} serves" in findings[0].detail
     assert re.search(f"{absent}/\\w+ failed", findings[1].detail)
     other = {"model_type": "qwen3", "hidden_size": 48, "num_hidden_layers": 2}
+    settings["rollout"]["max_sequence"] = 128
     findings = check_workers(tiny_recipe(model={"config": other}, **settings))
     assert "with hidden_size 32, the student has 48" in findings[0].detail
 

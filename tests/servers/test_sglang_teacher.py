@@ -139,8 +139,8 @@ def test_nothing_is_asked_about_empty_responses(served):
 
 def test_what_was_begun_is_asked_once(served, here):
     teacher, samples = served(), tiny.samples(LENGTHS)
-    teacher.begin(samples[:3])
-    teacher.begin(samples)
+    teacher.begin_scoring(samples[:3])
+    teacher.begin_scoring(samples)
     rows = teacher.score(samples).rows
     torch.testing.assert_close(rows, here().score(samples).rows, atol=1e-5, rtol=1e-5)
     answered = sum(r > 0 for _, r in LENGTHS)
