@@ -17,7 +17,7 @@ CEILINGS = {
     "environments": (4_650, 18),
     "kernels": (4_000, 14),
     "megatron": (2_000, 8),
-    "models": (9_550, 30),
+    "models": (9_600, 30),
     "pipelines": (26_600, 97),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),
