@@ -424,10 +424,10 @@ def empty_routing_fault(module: Any, routing: ExpertRouting) -> str | None:
         probe, calls = copy.deepcopy(block), []
         (part,) = (one for one, _, size in expert_parts(probe) if size)
         part.register_forward_pre_hook(partial(_watch_calls, calls), with_kwargs=True)
-        parts: list[Any] = list(probe.modules())
-        for one in parts:  # shared experts take memory and choose nothing
+        for one in probe.modules():  # shared experts take memory and choose nothing
             if one is part or (isinstance(one, nn.Linear) and one.weight.numel() >= _LARGE):
-                one.forward = partial(_zeros_of, getattr(one, "out_features", width))
+                empty: Any = one
+                empty.forward = partial(_zeros_of, getattr(one, "out_features", width))
                 for name, _ in list(one.named_parameters(recurse=False)):
                     setattr(one, name, None)
         probe.float().to_empty(device="cpu")
