@@ -123,8 +123,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A test that is a coroutine has an event loop of its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    names, given = inspect.signature(pyfuncitem.obj).parameters, pyfuncitem.funcargs
+    asyncio.run(pyfuncitem.obj(**{name: given[name] for name in names if name in given}))
     return True
 
 

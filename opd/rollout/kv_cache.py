@@ -49,6 +49,13 @@ def kv_budget(mebibytes: int | None, device: torch.device) -> int:
     return machine_memory() // 2
 
 
+def fit_states(budget: int, slots: int, state_bytes: int) -> tuple[int, int]:
+    """Return how many of `slots` may run, and the bytes of their states: half of `budget` at most."""
+    if state_bytes:
+        slots = max(1, min(slots, budget // 2 // state_bytes))
+    return slots, min(budget // 2, slots * state_bytes)
+
+
 LEAST_WINDOW, WINDOW_PARTS = 64, 2
 """Positions that a captured decode step reads: 64, 96, 128, 192, 256, ..."""
 
@@ -111,10 +118,14 @@ class PromptKV:
     """Those after the last token, per layer that carries some."""
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the states."""
+        return sum(x.nbytes for one in self.states.values() for x in one.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        states = [x for one in self.states.values() for x in one.values()]
-        return sum(x.nbytes for x in [*states, *(x for pair in self.layers.values() for x in pair)])
+        return self.state_bytes + sum(x.nbytes for pair in self.layers.values() for x in pair)
 
 
 class KVCache:
@@ -417,9 +428,11 @@ def unpack_kv(tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict
         states: list[dict[int, States]] = [{} for _ in names]
         for name in tensors:
             if name.startswith("state."):
-                _, index, kind = name.split(".", 2)
-                for row, one in enumerate(tensors[name].to(device).split(1)):
-                    states[row].setdefault(int(index), {})[kind] = one[0]
+                _, index, kind, number = name.split(".")
+                if kind not in ("conv", "recurrent") or len(tensors[name]) != len(names):
+                    raise ValueError(f"no states are {name}")
+                for row, one in enumerate(tensors[name].to(device)):
+                    states[row].setdefault(int(index), {})[f"{kind}.{int(number)}"] = one
     except (KeyError, ValueError, TypeError, RuntimeError, IndexError) as error:
         raise RolloutError(
             f"the saved keys and values are not readable ({reason_of(error)}); let the engine prefill."

@@ -18,7 +18,7 @@ from opd.rollout.batch import EngineLimits, RunningBatch, queue_requests
 from opd.rollout.expert_recorder import ExpertRecorder
 from opd.rollout.forward import Runner
 from opd.rollout.graphs import StaticRunner
-from opd.rollout.kv_cache import Origin, PromptKV, kv_budget, pack_kv, put_back, unpack_kv
+from opd.rollout.kv_cache import Origin, PromptKV, fit_states, kv_budget, pack_kv, put_back, unpack_kv
 from opd.rollout.request_state import ending_chunk
 from opd.rollout.sampling import check_finite
 from opd.rollout.sharded import ModelSharing, ShardedRunner
@@ -62,14 +62,11 @@ class TorchEngine(Streaming):
                 f" {max_sequence}."
             )
         self.model = model
-        self._max_running = max_running
         trained, settings = positions_of(model.config), settings or DecodeConfig()
         token_bytes = max(1, model.kv_numbers * model.dtype.itemsize)
         budget = kv_budget(settings.kv_cache_mb, model.device)
-        if model.state_bytes:  # states of a recurrent model take half at most
-            self._max_running = max(1, min(max_running, budget // 2 // model.state_bytes))
-            budget -= min(budget // 2, self._max_running * model.state_bytes)
-        positions = budget // token_bytes
+        self._max_running, state_bytes = fit_states(budget, max_running, model.state_bytes)
+        positions = (budget - state_bytes) // token_bytes
         runner: Callable[..., Runner] = Runner
         if sharing is not None:
             runner = partial(ShardedRunner, sharing=sharing)
@@ -246,6 +243,10 @@ class TorchEngine(Streaming):
                 f"the saved keys and values come from {origin}, but the engine holds {self._kv_origin()};"
                 " let it prefill instead."
             )
+        for kv in saved.values():  # all have one form
+            numbers = sum(x.shape[0] * x.shape[2] for pair in kv.layers.values() for x in pair)
+            if (numbers, kv.state_bytes) != (self.model.kv_numbers, self.model.state_bytes):
+                raise RolloutError("the saved keys, values and states are not the model's; let it prefill.")
         self.saved = saved
         return len(saved)
 

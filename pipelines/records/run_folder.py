@@ -470,8 +470,8 @@ class RunFolder(RunLayout):
                     drop_responses(self.stage_path(stage))
             digests = [*self._recorded_inputs.get("recipes", []), digest_of(fixed_settings(config))]
             recorded = [*self._recorded_inputs.get("setting_changes", []), *map(asdict, records)]
-            settings = [*self._recorded_inputs.get("settings", []), digest_of(_checked_settings(started))]
-            settings.append(digest_of(_checked_settings(config)))
+            checked = [digest_of(_checked_settings(one)) for one in (started, config)]
+            settings = list(dict.fromkeys([*self._recorded_inputs.get("settings", []), *checked]))
             inputs = {"setting_changes": recorded, "recipes": digests, "settings": settings, "config": config}
             write_sealed(self.path / _INPUTS, {**self._recorded_inputs, **inputs})
             del self._recorded_inputs  # read again on access

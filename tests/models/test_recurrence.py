@@ -15,7 +15,7 @@ import tiny_types
 import torch
 from recipes import tiny_recipe
 
-from opd.errors import ModelError, OpdError
+from opd.errors import ModelError, OpdError, RolloutError
 from opd.models.attention import PackedAttention
 from opd.models.causal_lm import CausalLM
 from opd.models.long_sequence import LayerMemory
@@ -92,6 +92,20 @@ def test_states_are_saved_and_go_on_in_another_engine(folder):
     resumed = [replace(one, prefix_ids=np.array(whole[one.uid][0][:2], np.int32)) for one in asked]
     other = TorchEngine(model)
     other.pause()
+    state = next(name for name in saved if name.startswith("state."))
+    for damage in (
+        {state: saved[state][..., :-1]},
+        {state: saved[state][:-1]},
+        {state: saved[state].half()},
+        {state.replace("state.", "state.x"): saved[state]},
+        {state.rpartition(".")[0] + ".x": saved[state]},
+        {state + ".0": saved[state]},
+    ):
+        left = {name: tensor for name, tensor in saved.items() if name != state}
+        with pytest.raises(RolloutError):
+            other.restore(left | damage)
+    with pytest.raises(RolloutError, match="are not the model's"):
+        other.restore({name: tensor for name, tensor in saved.items() if name != state})
     assert other.restore(saved) == len(asked)
     other.resume()
     rest = answers(other, resumed)
