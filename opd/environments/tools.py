@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -297,8 +298,12 @@ def _render_outcome(outcome: Outcome) -> str:
 
 def _ends_with(text: str, label: str) -> bool:
     answer, label = text.strip().rstrip("."), label.strip()
-    previous = answer[: -len(label)][-1:] if label else "x"
-    return bool(label) and answer.endswith(label) and not previous.isalnum() and previous not in ("-", ".")
+    if not label or not answer.endswith(label):
+        return False
+    before = answer[: -len(label)]
+    if label[0].isdigit() and re.search(r"\d[,/:]$", before):  # the end of 1,456 or of 1/2
+        return False
+    return not before[-1:].isalnum() and before[-1:] not in ("-", ".")
 
 
 def _check_params(
