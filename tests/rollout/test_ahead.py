@@ -331,6 +331,7 @@ def test_ranks_that_rest_first_write_what_one_of_them_has_begun(build):
     try:
         until_begun(aheads[0], 2)
         threads[0].start()
+        assert held.wait(60)
         until_begun(aheads[1], 3)
         threads[1].start()
         for thread in threads:
