@@ -383,7 +383,7 @@ class Recipe(Config):
         if not self.runtime.offload.teachers:
             return []
         served = [entry for entry in self.teachers.values() if isinstance(entry, SGLangTeacherConfig)]
-        return [entry.servers for entry in served if entry.servers is not None]
+        return [group for entry in served if (group := entry.servers or entry.started_group) is not None]
 
     def teacher_domains(self) -> dict[str, list[str]]:
         """Map a teacher to its domains, in the order of the domains."""

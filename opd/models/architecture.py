@@ -262,8 +262,9 @@ def _head_cause(module: Any) -> str | None:
 class Recorder:
     """Forwards calls and records each layer's window."""
 
-    def __init__(self, attend: PackedAttention) -> None:
-        self.attend = attend
+    def __init__(self, attend: PackedAttention, config: PreTrainedConfig | None = None) -> None:
+        """`config`: of the model, to measure its states."""
+        self.attend, self._config = attend, config
         self.windows: dict[int, int | None] = {}
         self.kv_numbers = 0
         """Count of numbers in all keys and values."""
@@ -285,7 +286,8 @@ class Recorder:
         if call.layer_index in self.mixed:
             self.again = call.layer_index
         self.mixed.add(call.layer_index)
-        self.state_bytes += state_bytes(call)
+        if self._config is not None:
+            self.state_bytes += state_bytes(call, self._config)
         return self.attend.mix(call)
 
 
@@ -347,7 +349,7 @@ def check_attention(model: CausalLM) -> None:
     lengths = (5, 7)
     ids = torch.arange(sum(lengths), device=model.device) * 7 % model.vocab_size
     positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
-    recorder = Recorder(PackedAttention([0, lengths[0], sum(lengths)]))
+    recorder = Recorder(PackedAttention([0, lengths[0], sum(lengths)]), model.config)
     try:
         packed = model.run(ids, positions, recorder)
         with _eager_attention(model):

@@ -45,7 +45,7 @@ from opd.models.long_sequence import (
     layers_of,
     recompute_layers,
 )
-from opd.models.recurrence import install_mixers, mixers_of
+from opd.models.recurrence import install_mixers
 from opd.models.routing import ExpertRouting, RoutedTokens, find_routing, routing_fault
 from opd.models.stored_form import StoredForm
 
@@ -330,12 +330,11 @@ class CausalLM:
         """
         speed_up(module)
         disable_padding(module)
-        install_mixers(module)
+        self.is_recurrent = install_mixers(module)
+        """True if layers carry a state from token to token."""
         self.module = module.eval()
         self.decoder = module.get_decoder()
         self.config = module.config.get_text_config()
-        self.is_recurrent = bool(mixers_of(module))
-        """True if layers carry a state from token to token."""
         self.head_form = head_form(self.config)
         self.vocabulary: int | None = None
         """The tokenizer's vocabulary size. Set it if a model pads its head, so that padding is never

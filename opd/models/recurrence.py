@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 
 from opd.errors import ModelError
 
@@ -55,39 +55,11 @@ class MixerCall:
         return output
 
 
-def state_bytes(call: MixerCall) -> int:
-    """Return the bytes of the states that a mixer keeps of a sequence."""
-    held = MeasuredStates()
-    call.run(call.hidden[None, :2], held)
-    return held.nbytes
-
-
-class MeasuredStates:
-    """In the place of transformers' cache: what a mixer writes of its first tokens."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def get_conv_state(self, *_: Any, **__: Any) -> None:
-        return None
-
-    get_recurrent_state = get_conv_state
-
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    is_recording_past = has_previous_state
-
-    def update_conv_state(
-        self, states: Tensor, *_: Any, conv_kernel_size: int | None = None, **__: Any
-    ) -> Tensor:
-        width = states.shape[-1] if conv_kernel_size is None else conv_kernel_size
-        self.nbytes += states[..., 0].numel() * width * states.element_size()
-        return states
-
-    def update_recurrent_state(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
-        self.nbytes += states.nbytes
-        return states
+def state_bytes(call: MixerCall, config: PreTrainedConfig) -> int:
+    """Return the bytes of the states that a mixer of a model of `config` keeps of a sequence."""
+    cache = DynamicCache(config=config)
+    call.run(call.hidden[None, :2], cache)
+    return sum(state.nbytes for state in read_states(cache, call.layer_index).values())
 
 
 @lru_cache(maxsize=256)
@@ -114,13 +86,15 @@ def step_fault(module: nn.Module) -> str | None:
     return None
 
 
-def install_mixers(module: nn.Module) -> None:
+def install_mixers(module: nn.Module) -> bool:
     """Let the mixers of `module` hand their tokens to the `attend` that they are given. Without one they
-    compute what they always did.
+    compute what they always did. Return whether there are any.
     """
     _KERNEL_LOG.addFilter(_is_of_use)
-    for part in mixers_of(module):
+    mixers = mixers_of(module)
+    for part in mixers:
         part.forward = MethodType(_mix, part)
+    return bool(mixers)
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:

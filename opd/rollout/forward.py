@@ -31,7 +31,7 @@ from opd.rollout.batch import Band, RunningBatch, bands_of
 from opd.rollout.expert_recorder import ExpertRecorder
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
 from opd.rollout.sampling import mask_rows, sample_tokens
-from opd.rollout.slot_states import SlotStates
+from opd.rollout.slot_states import SlotGroup, SlotStates, group_slots
 
 
 class PrefillAttention:
@@ -52,9 +52,8 @@ class PrefillAttention:
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         self._packed = PackedAttention(bounds)
         self._cache = cache
-        self._slots: list[list[int]] = [[] for _ in lengths]
-        for slot, number in enumerate(source.tolist(), first_row):
-            self._slots[number].append(slot)
+        self._source, self._first_row = source, first_row
+        self._groups: list[SlotGroup] | None = None
         self._fill = cache.make_fill(bounds, source, first_row)
         self._key_order = key_order
 
@@ -66,8 +65,13 @@ class PrefillAttention:
 
     def mix(self, call: MixerCall) -> Tensor:
         """[T, D]: mix each sequence from its first token on, and keep its states in its slots."""
+        if self._groups is None:
+            slots: list[list[int]] = [[] for _ in self._packed.bounds[1:]]
+            for slot, number in enumerate(self._source.tolist(), self._first_row):
+                slots[number].append(slot)
+            self._groups = group_slots(self._packed.bounds, slots, call.hidden.device)
         assert self._cache.states is not None
-        return self._cache.states.mix(call, self._packed.bounds, self._slots, begins=True)
+        return self._cache.states.mix(call, self._groups, begins=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +127,15 @@ class CachedAttention(ABC):
 
     def mix(self, call: MixerCall) -> Tensor:
         """[T, D]: let the sequences of slots go on from their states."""
+        if self._groups is None:
+            bounds = self.added_bounds()
+            slots = [[self.first_slot + number] for number in range(len(bounds) - 1)]
+            self._groups = group_slots(bounds, slots, call.hidden.device)
         assert self._cache.states is not None
-        bounds = self.added_bounds()
-        slots = [[self.first_slot + number] for number in range(len(bounds) - 1)]
-        return self._cache.states.mix(call, bounds, slots)
+        return self._cache.states.mix(call, self._groups)
 
     first_slot = 0
+    _groups: list[SlotGroup] | None = None
 
     def added_bounds(self) -> list[int]:
         """[R + 1]: bounds of the new tokens of the slots from `first_slot` on; by default one of each."""

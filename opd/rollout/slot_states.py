@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,6 +12,47 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
 from opd.models.recurrence import MixerCall, States, put_states, read_states
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGroup:
+    """Sequences of one length `L` in a pass, which a mixer takes together."""
+
+    length: int
+    places: Tensor
+    """[B * L] int64: their rows among the packed tokens."""
+    read: list[int] | slice
+    """[B]: the slots whose states they go on from; a slice, which is a view, if these are neighbours."""
+    slots: list[int]
+    """[R]: the slots that keep their states."""
+    sources: list[int]
+    """[R]: the sequence of each of these, among the `B`."""
+
+
+def group_slots(
+    bounds: Sequence[int], slots: Sequence[Sequence[int]], device: torch.device
+) -> list[SlotGroup]:
+    """Group sequences packed with `bounds` [P + 1] by length, so that none is padded: a padded token would
+    change the state. `slots` of each keep its states. The sequence goes on from those of its first slot.
+    """
+    members: dict[int, list[int]] = {}
+    for number, stop in enumerate(bounds[1:]):
+        members.setdefault(stop - bounds[number], []).append(number)
+    groups = []
+    for length, numbers in members.items():
+        starts = torch.tensor([bounds[number] for number in numbers])
+        first = [slots[number][0] for number in numbers]
+        neighbours = slice(first[0], first[0] + len(first))
+        groups.append(
+            SlotGroup(
+                length,
+                (starts[:, None] + torch.arange(length)).flatten().to(device),
+                neighbours if first == list(range(neighbours.start, neighbours.stop)) else first,
+                [slot for number in numbers for slot in slots[number]],
+                [row for row, number in enumerate(numbers) for _ in slots[number]],
+            )
+        )
+    return groups
 
 
 class SlotStates:
@@ -27,35 +68,18 @@ class SlotStates:
         """Bytes of memory."""
         return sum(tensor.nbytes for states in self.layers.values() for tensor in states.values())
 
-    def mix(
-        self,
-        call: MixerCall,
-        bounds: Sequence[int],
-        slots: Sequence[Sequence[int]],
-        *,
-        begins: bool = False,
-    ) -> Tensor:
-        """Mix sequences packed with `bounds` [P + 1] -> [T, D]. `slots` of each keep its states. The sequence
-        goes on from those of its first slot, unless it `begins`.
-
-        Sequences of equal length are one call without padding: a padded token would change the state.
-        """
-        groups: dict[int, list[int]] = {}
-        for number, stop in enumerate(bounds[1:]):
-            groups.setdefault(stop - bounds[number], []).append(number)
+    def mix(self, call: MixerCall, groups: Sequence[SlotGroup], *, begins: bool = False) -> Tensor:
+        """Mix the packed tokens of `groups` -> [T, D], from the states of their slots on, or from none."""
         output = call.hidden.new_empty(len(call.hidden), call.hidden.shape[1])
-        for length, members in groups.items():
-            starts = torch.tensor([bounds[number] for number in members])
-            places = (starts[:, None] + torch.arange(length)).flatten().to(call.hidden.device)
+        for group in groups:
             cache = self._fresh(call.layer_index)
             if not begins:
-                held = self._read_rows(call.layer_index, [slots[number][0] for number in members])
-                put_states(cache, call.layer_index, held)
-            mixed = call.run(call.hidden.index_select(0, places).unflatten(0, (-1, length)), cache)
-            output.index_copy_(0, places, mixed.flatten(0, 1))
-            sources = [row for row, number in enumerate(members) for _ in slots[number]]
-            targets = [slot for number in members for slot in slots[number]]
-            self._write_rows(call.layer_index, targets, read_states(cache, call.layer_index), sources)
+                states = self.layers[call.layer_index].items()
+                put_states(cache, call.layer_index, {name: held[group.read] for name, held in states})
+            hidden = call.hidden.index_select(0, group.places).unflatten(0, (-1, group.length))
+            output.index_copy_(0, group.places, call.run(hidden, cache).flatten(0, 1))
+            states = read_states(cache, call.layer_index)
+            self._write_rows(call.layer_index, group.slots, states, group.sources)
         return output
 
     def _fresh(self, index: int) -> DynamicCache:
@@ -66,13 +90,6 @@ class SlotStates:
         cache.layers = list(self._empty.layers)
         cache.layers[index] = copy.deepcopy(self._empty.layers[index])
         return cache
-
-    def _read_rows(self, index: int, slots: list[int]) -> States:
-        """The states of `slots`, a view if these are neighbours."""
-        rows: Any = slots
-        if slots == list(range(slots[0], slots[0] + len(slots))):
-            rows = slice(slots[0], slots[0] + len(slots))
-        return {name: tensor[rows] for name, tensor in self.layers[index].items()}
 
     def _write_rows(self, index: int, slots: list[int], states: States, sources: list[int]) -> None:
         kept = self.layers.setdefault(index, {})

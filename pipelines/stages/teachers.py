@@ -300,7 +300,6 @@ def open_teachers(
     elif limit_mb != 0:  # this node's cache of teachers from object stores
         cache = ShardCache(folder, None if limit_mb is None else limit_mb * MIB)
         stack.callback(cache.close)
-    in_turn = recipe.servers_in_turn
     # Teachers whose servers the run starts itself get their URLs.
     wanted = {}
     for name in names:
@@ -314,7 +313,7 @@ def open_teachers(
     check = context.preemption.check_waiting
     opening = TeacherOpening(recipe, placement, sources, group, cache, bases=context.bases, check=check)
     if servers is not None:
-        turns = {group: partial(servers.awake_group, group, check) for group in in_turn}
+        turns = {group: partial(servers.awake_group, group, check) for group in recipe.servers_in_turn}
         opening = replace(opening, given_up=servers.group_trouble, turns=turns)
     by_tokenizer: dict[str | None, list[str]] = {}
     for name in names:

@@ -878,6 +878,9 @@ def test_groups_share_a_device_if_they_leave_each_other_room():
         recipe(0.6)
     in_turn = {"runtime": {"offload": {"teachers": True}}}
     assert recipe(0.9, **in_turn).servers_in_turn == ["group", "other"]
+    made = recipe(0.9, **in_turn)
+    started = {name: one.with_servers(["http://127.0.0.1:9"]) for name, one in made.teachers.items()}
+    assert made.model_copy(update={"teachers": started}).servers_in_turn == ["group", "other"]
     student = {"servers": {"student": {"devices": [0], "arguments": {"mem-fraction-static": 0.4}}}}
     writes = {"rollout": {"engine": {"type": "sglang", "servers": "student"}}}
 
