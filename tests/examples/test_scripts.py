@@ -26,6 +26,7 @@ SCRIPTS = {
     "examples/mixtures/run.sh": "core",
     "examples/ray_cluster/run.sh": "ray",
     "examples/real_model/run.sh": "lora",
+    "examples/other_tokenizer/real.sh": "lora",
     "examples/other_tokenizer/run.sh": "core",
     "examples/self_distillation/run.sh": "core",
     "examples/served/run.sh": "sglang",
