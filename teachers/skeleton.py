@@ -29,7 +29,7 @@ from opd.errors import ModelError, TeacherError, reason_of
 from opd.kernels.head import Head
 from opd.kernels.projection import speed_up
 from opd.models.architecture import check_architecture, empty_model
-from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
+from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention, refuse_pieces
 from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import meta_parameters, quiet_loading
 from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
@@ -418,6 +418,8 @@ class Skeleton:
         """
         attend = PackedAttention(cu_seqlens)
         cut = chunk is not None and attend.tokens > chunk
+        if cut:
+            refuse_pieces(self.config)
         pieces = ChunkedLayers(attend.bounds, chunk) if cut and chunk is not None else None
         return PackedWork(input_ids, position_ids, CheckedAttention(attend, self.kinds), pieces)
 
@@ -647,7 +649,7 @@ class _Chain:
             if index == 0:
                 self.first = hidden_states
             apart = index != len(self.calls) or (index > 0 and hidden_states is not self.passed)
-            if apart or others:  # such as an input of each layer's own
+            if apart or any(one is not None for one in others):  # such as an input of each layer's own
                 self.is_chain = False
             self.calls.append(arguments)
             # Another object each time, so that a step left out or put in between is seen.

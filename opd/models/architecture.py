@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from opd.errors import ModelError, reason_of
 from opd.kernels.head import Head
-from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
+from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention, refuse_pieces
 from opd.models.hf_folder import positions_of
 from opd.models.hf_weights import disable_padding, quiet_loading
 from opd.models.long_sequence import ChunkedLayers, layers_of, replace_forward
@@ -279,7 +279,8 @@ class Recorder:
         if call.layer_index in self.windows:
             self.again = call.layer_index
         self.windows[call.layer_index] = call.sliding_window
-        self.kv_numbers += call.key.numel() + call.value.numel()
+        if call.key_layer is None:
+            self.kv_numbers += call.key.numel() + call.value.numel()
         return self.attend(call)
 
     def mix(self, call: MixerCall) -> Tensor:
@@ -412,6 +413,7 @@ def check_pieces(model: CausalLM) -> None:
     """Raise `ModelError` unless `model` gives the same hidden states in chunks. Checked once."""
     if model.pieces_checked:
         return
+    refuse_pieces(model.config)
     ids = torch.arange(13, device=model.device) * 5 % model.vocab_size
     positions = torch.arange(13, device=model.device)
     try:

@@ -39,6 +39,7 @@ from opd.errors import ModelError
 from opd.models.recurrence import MixerCall
 
 ATTENTION_NAME = "opd"
+WHOLE_ONLY = "so it takes no sequence in pieces; leave batch.sequence_chunk out"
 
 
 @dataclass(slots=True)
@@ -58,8 +59,15 @@ class AttentionCall:
     """Scores become `softcap * tanh(scores / softcap)` (Gemma 2)."""
     sliding_window: int | None = None
     """Position `i` sees positions `j` with `i - sliding_window < j <= i`."""
+    key_layer: int | None = None
+    """The layer that made the keys and values, if it is an earlier one (Gemma 3n and 4)."""
     sinks: Tensor | None = None
     """[H]: a learnt score per head that takes part in the softmax and adds no value (GPT-OSS)."""
+
+    @property
+    def kept_at(self) -> int:
+        """The layer whose keys and values these are."""
+        return self.layer_index if self.key_layer is None else self.key_layer
 
     @property
     def packed_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,6 +78,22 @@ class AttentionCall:
     def score_form(self) -> ScoreForm:
         """Parameters of the scores."""
         return ScoreForm(self.scaling, self.softcap, self.sliding_window, self.sinks)
+
+
+def key_layer(config: Any, layer: int) -> int:
+    """Return the layer whose keys and values layer `layer` of a text model of `config` attends to."""
+    modes, kinds = getattr(config, "kv_sharing_modes", None) or (), getattr(config, "layer_types", None)
+    if layer >= len(modes) or modes[layer] != "reuse" or not kinds:
+        return layer
+    return next((i for i, mode in enumerate(modes) if mode == "store" and kinds[i] == kinds[layer]), layer)
+
+
+def refuse_pieces(config: Any) -> None:
+    """Raise `ModelError` if layers of a text model of `config` cannot take a sequence in pieces."""
+    if "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
+        raise ModelError(
+            f"layers of a {config.model_type} model attend to keys of earlier ones, {WHOLE_ONLY}."
+        )
 
 
 _MASKED = 1024
@@ -126,8 +150,9 @@ def opd_attention(
                 f"its {type(module).__name__} {effect} {number:g}, which no trained model does; mend its"
                 " configuration."
             )
+    layer = 0 if torch.compiler.is_compiling() else int(getattr(module, "layer_idx", 0))
     call = AttentionCall(
-        layer_index=0 if torch.compiler.is_compiling() else int(getattr(module, "layer_idx", 0)),
+        layer_index=layer,
         query=query,
         key=key,
         value=value,
@@ -135,6 +160,7 @@ def opd_attention(
         softcap=options.get("softcap"),
         sliding_window=options.get("sliding_window"),
         sinks=options.get("s_aux"),
+        key_layer=key_layer(module.config, layer) if getattr(module, "is_kv_shared_layer", False) else None,
     )
     return attend(call), None
 

@@ -32,7 +32,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from opd.errors import ModelError
-from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm, sinks_gradient
+from opd.models.attention import (
+    WHOLE_ONLY,
+    Attend,
+    AttentionCall,
+    PackedAttention,
+    ScoreForm,
+    sinks_gradient,
+)
 from opd.models.tiled_attention import see_keys, seen_backward
 from opd.ranks import requested_ranks
 from opd.untrusted import free_memory, ranks_here
@@ -89,7 +96,9 @@ class ChunkRunner(ABC):
             yield
 
     def _stand_in(self, layer: Layer, attends: bool) -> Layer:
-        def forward(hidden_states: Tensor, **arguments: Any) -> Tensor:
+        def forward(hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
+            if any(one is not None for one in others):  # they would get no gradient
+                raise ModelError(f"a layer of the model takes inputs of its own, {WHOLE_ONLY}.")
             if not torch.is_grad_enabled():
                 return self.prefill(hidden_states, arguments, layer, attends=attends)
             # Without it a layer behind frozen embeddings would have no input that requires a gradient.

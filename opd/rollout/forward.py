@@ -24,7 +24,7 @@ from torch.nn import functional
 from opd.errors import ModelError
 from opd.kernels.head import Head
 from opd.kernels.projection import DecodeWeight, wide_product
-from opd.models.attention import AttentionCall, PackedAttention, ScoreForm, softmax_with_sinks
+from opd.models.attention import AttentionCall, PackedAttention, ScoreForm, key_layer, softmax_with_sinks
 from opd.models.causal_lm import Attend, CausalLM, WeightsDigest, held_bytes, tensors_of
 from opd.models.recurrence import UNMIXED, MixerCall
 from opd.rollout.batch import Band, RunningBatch, bands_of
@@ -58,7 +58,7 @@ class PrefillAttention:
         self._key_order = key_order
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        cache = self._cache.get_layer(call.layer_index, call.key, call.value)
+        cache = self._cache.get_layer(call.kept_at, call.key, call.value)
         key = call.key if self._key_order is None else call.key.index_select(-1, self._key_order)
         self._fill(cache, key[0], call.value[0])
         return self._packed(call)
@@ -121,7 +121,7 @@ class CachedAttention(ABC):
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """[1, T, H, d]: the hook of `opd.models.attention`."""
-        cache = self._cache.get_layer(call.layer_index, call.key, call.value)
+        cache = self._cache.get_layer(call.kept_at, call.key, call.value)
         query, key, value = (x.transpose(0, 1) for x in call.packed_inputs)
         return self.attend(cache, query, key, value, call.score_form)[None]
 
@@ -651,7 +651,7 @@ class Runner:
         """Raise `ModelError` if a layer that sees other tokens has kept nothing of its own."""
         config = self.model.config
         kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-        wanted = {index for index, kind in enumerate(kinds) if kind not in UNMIXED}
+        wanted = {key_layer(config, index) for index, kind in enumerate(kinds) if kind not in UNMIXED}
         states = self.cache.states
         held = self.cache.layers.keys() | (set() if states is None else states.layers.keys())
         if held != wanted:

@@ -72,6 +72,17 @@ MULTIPLIERS = {
     "residual": {"residual_multiplier": 0.3},
     "attention": {"attention_multiplier": 0.3},
 }
+_GEMMA = {"head_dim": 8, "global_head_dim": 16}
+_SHARING = {
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, SLIDING, FULL] * 2,
+    "num_kv_shared_layers": 3,
+}
+_KEYS = {
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
 _PLAIN = SHAPES | ROPES
 
 SETTINGS: dict[str, Mapping[str, dict[str, Any]]] = {
@@ -101,6 +112,23 @@ SETTINGS: dict[str, Mapping[str, dict[str, Any]]] = {
                 SLIDING: {"rope_type": "default", "rope_theta": 1e4},
             }
         },
+    },
+    "gemma4_text": {
+        # Of the published sizes: E2B and E4B, 31B, 26B-A4B.
+        "keys of earlier layers": _GEMMA | _SHARING,
+        "wide layers of shared keys": _GEMMA | _SHARING | {"use_double_wide_mlp": True},
+        "keys are values": _GEMMA | _KEYS,
+        "keys are values, experts": _GEMMA
+        | _KEYS
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+        "softcap": _GEMMA | {"final_logit_softcapping": 2.0},
+        "all kinds alike": {"head_dim": 8, "global_head_dim": 8},
+        "sees what follows": _GEMMA | {"use_bidirectional_attention": "all"},
+        "images see what follows": _GEMMA | {"use_bidirectional_attention": "vision"},
+    },
+    "gemma3n_text": {
+        "keys of earlier layers": _SHARING
+        | {"activation_sparsity_pattern": [0.9] + [0.0] * 5, "intermediate_size": 48},
     },
     "phi": SHAPES | {"normed queries": {"qk_layernorm": True}, "partial": ROPES["partial"]},
     "phi3": WINDOWS | {"tied": SHAPES["tied"]},

@@ -74,6 +74,7 @@ _INDEXER = {
     "indexer_compress_ratio": 2,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_GEMMA = {"head_dim": 8, "global_head_dim": 16}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA | {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4]},
@@ -88,6 +89,10 @@ OWN: dict[str, dict[str, Any]] = {
     "dots3_note": {"adapter_input_size": 32},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4": {"text_config": _GEMMA},
+    "gemma4_text": _GEMMA,
+    "gemma4_unified": {"text_config": _GEMMA},
+    "gemma4_unified_text": _GEMMA,
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 8},
