@@ -32,7 +32,7 @@ from opd.models.architecture import check_architecture, empty_model
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention, refuse_pieces
 from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import meta_parameters, quiet_loading
-from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
+from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers, decoder_of
 from opd.models.quantisation import KEYS, quantisation_of
 from opd.models.quantised_weights import plain_tensors
 from opd.models.recurrence import MixerCall, install_mixers, mix_by
@@ -242,7 +242,15 @@ class PackedWork:
         return self.hidden[0]
 
 
-_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_KINDS = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+}
 """Kinds of layers that are streamed."""
 
 
@@ -298,7 +306,7 @@ class Skeleton:
         return skeleton
 
     def _set_module(self, module: Any) -> None:
-        self._decoder: Any = module.get_decoder()
+        self._decoder: Any = decoder_of(module)
         self._stored = StoredForm(module)
         self._form = quantisation_of(module.config, f"a published {type(self._decoder).__name__}")
         self._dtype: torch.dtype = module.dtype

@@ -28,7 +28,7 @@ from opd.kernels.head import Head
 from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention, refuse_pieces
 from opd.models.hf_folder import positions_of
 from opd.models.hf_weights import disable_padding, quiet_loading
-from opd.models.long_sequence import ChunkedLayers, layers_of, replace_forward
+from opd.models.long_sequence import ChunkedLayers, decoder_of, layers_of, replace_forward
 from opd.models.recurrence import UNMIXED, MixerCall, install_mixers, state_bytes, step_fault
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
 @torch.no_grad()
 def _refusal_cause(module: Any) -> str | None:
     """Return why `module` (on the meta device) cannot be used, with advice. `None` if nothing shows."""
-    decoder, head = module.get_decoder(), module.get_output_embeddings()
+    decoder, head = decoder_of(module), module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return f"it has no linear output head; {ANOTHER}"
     if getattr(module.config.get_text_config(), "is_causal", None) is False:  # read where masks are made
@@ -228,7 +228,7 @@ def _head_cause(module: Any) -> str | None:
     """Return why the logits of `module` (on the meta device) differ from `head_form`. `None` if they agree,
     or if its code does more with them than can be tried without weights.
     """
-    decoder, head = module.get_decoder(), module.get_output_embeddings()
+    decoder, head = decoder_of(module), module.get_output_embeddings()
     scale, softcap = head_form(module.config.get_text_config())
     if softcap is not None and not softcap > 0:
         return f"its logits are divided by a softcap of {softcap:g}; write null in its place for none"
@@ -278,7 +278,7 @@ class Recorder:
     def __call__(self, call: AttentionCall) -> Tensor:
         if call.layer_index in self.windows:
             self.again = call.layer_index
-        self.windows[call.layer_index] = call.sliding_window
+        self.windows[call.layer_index] = call.sliding_window or call.chunk
         if call.key_layer is None:
             self.kv_numbers += call.key.numel() + call.value.numel()
         return self.attend(call)
@@ -309,7 +309,7 @@ def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
                 f" say) do not; {ANOTHER}"
             )
         # The pass is shorter than any real window, so its numbers cannot show a missing one.
-        windowed = kind in ("sliding_attention", "hybrid_sliding")
+        windowed = kind in ("sliding_attention", "hybrid_sliding", "chunked_attention")
         supported = windowed or kind == "full_attention" or (kind == "hybrid" and layer in recorder.mixed)
         if not supported or (windowed and recorder.windows[layer] is None):
             return (

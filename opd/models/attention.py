@@ -59,10 +59,15 @@ class AttentionCall:
     """Scores become `softcap * tanh(scores / softcap)` (Gemma 2)."""
     sliding_window: int | None = None
     """Position `i` sees positions `j` with `i - sliding_window < j <= i`."""
-    key_layer: int | None = None
-    """The layer that made the keys and values, if it is an earlier one (Gemma 3n and 4)."""
     sinks: Tensor | None = None
     """[H]: a learnt score per head that takes part in the softmax and adds no value (GPT-OSS)."""
+    chunk: int | None = None
+    """Position `i` sees positions from the last multiple of `chunk` on (Llama 4)."""
+    growth: tuple[float, float] | None = None
+    """(floor, scale): the query at position `p` is due to be multiplied by
+    `1 + scale * log(1 + (p + 1) // floor)` (Llama 4)."""
+    key_layer: int | None = None
+    """The layer that made the keys and values, if it is an earlier one (Gemma 3n and 4)."""
 
     @property
     def kept_at(self) -> int:
@@ -76,8 +81,25 @@ class AttentionCall:
 
     @property
     def score_form(self) -> ScoreForm:
-        """Parameters of the scores."""
+        """Parameters of the scores. Raises `ModelError` if they depend on positions otherwise."""
+        if self.chunk is not None or self.growth is not None:
+            raise ModelError(
+                f"its layer {self.layer_index} attends within chunks, or more sharply at later positions,"
+                f" {WHOLE_ONLY}, and set train.context_parallel to 1."
+            )
         return ScoreForm(self.scaling, self.softcap, self.sliding_window, self.sinks)
+
+    def at(self, positions: Callable[[], Tensor]) -> AttentionCall:
+        """Return the call with its queries as they are due at `positions()` [T]."""
+        if self.growth is None:
+            return self
+        factors = growth_at(positions(), *self.growth)
+        return replace(self, query=(self.query * factors).to(self.query.dtype), growth=None)
+
+
+def growth_at(positions: Tensor, floor: float, scale: float) -> Tensor:
+    """[T, 1]: factors of queries at `positions` [T]; see `AttentionCall.growth`."""
+    return (torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0)[:, None]
 
 
 def key_layer(config: Any, layer: int) -> int:
@@ -151,6 +173,11 @@ def opd_attention(
                 " configuration."
             )
     layer = 0 if torch.compiler.is_compiling() else int(getattr(module, "layer_idx", 0))
+    growth: tuple[float, float] | None = None
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        growth = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
+        counted = torch.arange(query.shape[2], device=query.device)  # as if all tokens were one sequence's
+        query = query if len(counted) < growth[0] else (query / growth_at(counted, *growth)).to(query.dtype)
     call = AttentionCall(
         layer_index=layer,
         query=query,
@@ -160,9 +187,19 @@ def opd_attention(
         softcap=options.get("softcap"),
         sliding_window=options.get("sliding_window"),
         sinks=options.get("s_aux"),
+        chunk=_chunk_of(module),
+        growth=growth,
         key_layer=key_layer(module.config, layer) if getattr(module, "is_kv_shared_layer", False) else None,
     )
     return attend(call), None
+
+
+def _chunk_of(module: Any) -> int | None:
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
+        return None
+    return getattr(config, "attention_chunk_size", None)
 
 
 AttentionInterface.register(ATTENTION_NAME, opd_attention)
@@ -201,6 +238,12 @@ class PackedAttention:
             raise ModelError(f"cu_seqlens describes {self.tokens} tokens but the model was given {tokens}.")
         if tokens == 0:
             return call.query.transpose(1, 2)
+        device = call.query.device
+        call = call.at(lambda: self.cached_value(("positions", device), lambda: self._positions(device)))
+        if (chunk := call.chunk) is not None:
+            call = replace(call, chunk=None)
+            if max(self.lengths) > chunk:  # each chunk is as a sequence
+                return self.cached_value(("chunk", chunk), lambda: self._cut(chunk))(call, exact=exact)
         if call.query.is_cuda and not exact:  # imported here because it compiles
             from opd.models.fused_attention import run_fused
 
@@ -212,7 +255,6 @@ class PackedAttention:
             shape = (-1, self.lengths[0])
             query, key, value = (x[0].unflatten(1, shape).transpose(0, 1) for x in inputs)
             return causal_attention(query, key, value, form).transpose(1, 2).flatten(0, 1).unsqueeze(0)
-        device = call.query.device
         buckets, places = self.cached_value(("buckets", device), lambda: buckets_of(self.lengths, device))
         outputs = []
         for bucket in buckets:
@@ -234,6 +276,14 @@ class PackedAttention:
             for bucket in buckets
         ]
         return torch.cat(padded).index_select(0, places)
+
+    def _positions(self, device: torch.device) -> Tensor:
+        return torch.cat([torch.arange(length, device=device) for length in self.lengths])
+
+    def _cut(self, chunk: int) -> PackedAttention:
+        """Return the packing of the chunks of all sequences."""
+        starts = [at for start, end in pairwise(self.bounds) for at in range(start, end, chunk)]
+        return PackedAttention([*starts, self.tokens])
 
     def cached_value(self, key: Any, make: Callable[[], T]) -> T:
         """The cached result of `make` for `key`. All layers share values that depend on the packing alone."""
@@ -376,6 +426,8 @@ class ScoreForm:
     """Position `i` sees positions `j` with `i - window < j <= i`."""
     sinks: Tensor | None = None
     """[H]: a score per head beside those of the pairs, without a value."""
+    chunk: int | None = None
+    """Of cached keys: position `i` sees positions from the last multiple of `chunk` on."""
 
     @property
     def is_plain(self) -> bool:

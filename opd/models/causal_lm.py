@@ -41,6 +41,7 @@ from opd.models.long_sequence import (
     ChunkedLayers,
     ChunkRunner,
     LayerMemory,
+    decoder_of,
     final_norm,
     layers_of,
     recompute_layers,
@@ -333,7 +334,7 @@ class CausalLM:
         self.is_recurrent = install_mixers(module)
         """True if layers carry a state from token to token."""
         self.module = module.eval()
-        self.decoder = module.get_decoder()
+        self.decoder = decoder_of(module)
         self.config = module.config.get_text_config()
         self.head_form = head_form(self.config)
         self.vocabulary: int | None = None

@@ -93,7 +93,10 @@ def _before_attention(
 
     forward(layer, hidden, *others, attend=attend, **arguments)
     (call,) = calls
-    return call.query, call.key, call.value, call.scaling, call.softcap, call.sliding_window, call.sinks
+    return (
+        *(call.query, call.key, call.value, call.scaling, call.softcap, call.sliding_window),
+        *(call.sinks, call.chunk, call.growth),
+    )
 
 
 def _after_attention(
@@ -187,6 +190,8 @@ def compile_fault(model: CausalLM, run: Run = lambda compute: compute()) -> str 
     """
     if model.is_recurrent:
         return "carry states from token to token"
+    if "reuse" in (getattr(model.config, "kv_sharing_modes", None) or ()):
+        return "attend to keys of earlier ones"
     fault: str | None = None
     count = 0  # of graphs, when the first lengths were done
 

@@ -476,9 +476,12 @@ def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """Return each layer's attention window in tokens; `None` for full attention."""
     text = config.get_text_config()
-    window = getattr(text, "sliding_window", None)
+    windows = {
+        "sliding_attention": getattr(text, "sliding_window", None),
+        "chunked_attention": getattr(text, "attention_chunk_size", None),
+    }
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(windows.get(kind) for kind in kinds)
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx")

@@ -443,6 +443,12 @@ def final_norm(decoder: Any) -> nn.Module | None:
     return norms[0] if norms else None
 
 
+def decoder_of(module: Any) -> Any:
+    """Return the decoder of a causal language model: what is below its head."""
+    decoder = module.get_decoder()  # of Llama 4 it is the whole model
+    return decoder.model if hasattr(decoder, "lm_head") and hasattr(decoder, "model") else decoder
+
+
 def layers_of(decoder: Any) -> list[nn.Module]:
     """Return the decoder's layers under any name, empty if it has no list of layers, or several."""
     lists = [part for part in decoder.children() if isinstance(part, nn.ModuleList)]

@@ -121,9 +121,11 @@ class CachedAttention(ABC):
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """[1, T, H, d]: the hook of `opd.models.attention`."""
+        call = call.at(lambda: self.positions)
         cache = self._cache.get_layer(call.kept_at, call.key, call.value)
         query, key, value = (x.transpose(0, 1) for x in call.packed_inputs)
-        return self.attend(cache, query, key, value, call.score_form)[None]
+        form = replace(replace(call, chunk=None).score_form, chunk=call.chunk)
+        return self.attend(cache, query, key, value, form)[None]
 
     def mix(self, call: MixerCall) -> Tensor:
         """[T, D]: let the sequences of slots go on from their states."""
@@ -154,7 +156,7 @@ class DecodeAttention(CachedAttention):
         super().__init__(cache, positions)
         self._span = span
         self._slots = None if span.equal else torch.arange(span.rows, device=positions.device)
-        self._biases: dict[tuple[int | None, int, int], Tensor | None] = {}
+        self._biases: dict[tuple[int | None, int | None, int, int], Tensor | None] = {}
 
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """`query` [B, H, d], `key` and `value` [B, Hkv, d] of the new tokens -> [B, H, dv]."""
@@ -168,26 +170,29 @@ class DecodeAttention(CachedAttention):
         outputs = []
         for band in self._span.band_slices:
             window = cache.window_slice(band.first, band.stop, band.longest)
-            case = (form.window, window.keys.shape[1], band.first)
+            case = (form.window, form.chunk, window.keys.shape[1], band.first)
             if case not in self._biases:
-                self._biases[case] = self._make_bias(form.window, band.first, window.keys)
+                self._biases[case] = self._make_bias(form, band.first, window.keys)
             outputs.append(attend_cached(query[band.first : band.stop], window, self._biases[case], form))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _make_bias(self, sliding_window: int | None, first: int, keys: Tensor) -> Tensor | None:
+    def _make_bias(self, form: ScoreForm, first: int, keys: Tensor) -> Tensor | None:
         """[B * Hkv or 1, 1, L] for `keys` [B, Hkv, L, d] of the slots from `first` on: 0 if a slot sees a
         position, else -inf. `None` if all slots see everything.
         """
         span, length = self._span, keys.shape[2]
-        if sliding_window is not None and sliding_window >= span.longest:
-            sliding_window = None
-        if span.equal and sliding_window is None and length == span.longest:
+        sliding_window, chunk = (
+            None if most is None or most >= span.longest else most for most in (form.window, form.chunk)
+        )
+        if span.equal and sliding_window is chunk is None and length == span.longest:
             return None
         column = torch.arange(length, device=keys.device)
         last = self.positions[first : first + (1 if span.equal else len(keys)), None]
         hidden = column > last
         if sliding_window is not None:
             hidden |= column <= last - sliding_window
+        if chunk is not None:
+            hidden |= column < last - last % chunk
         bias = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device)
         bias = bias.masked_fill_(hidden, float("-inf"))
         return (bias if span.equal else bias.repeat_interleave(keys.shape[1], 0))[:, None]

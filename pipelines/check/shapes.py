@@ -176,7 +176,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
     from opd.models.architecture import chosen_experts, expert_parts
     from opd.models.expert_parallel import expert_modules
     from opd.models.hf_folder import layer_windows
-    from opd.models.long_sequence import layers_of
+    from opd.models.long_sequence import decoder_of, layers_of
     from opd.models.quantisation import quantisation_of
     from opd.rollout.forward import supports_model
 
@@ -184,7 +184,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
     adapted = target_layers(module, lora.targets) if lora is not None else []
     linear = [module.get_submodule(name) for name in adapted]
     rank = lora.rank if lora is not None else 0
-    layers = layers_of(module.get_decoder())
+    layers = layers_of(decoder_of(module))
     decoded = [
         (name.rpartition(".")[2], part.weight.numel())
         for layer in (layers if supports_model(text, layers) else ())

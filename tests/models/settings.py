@@ -130,6 +130,14 @@ SETTINGS: dict[str, Mapping[str, dict[str, Any]]] = {
         "keys of earlier layers": _SHARING
         | {"activation_sparsity_pattern": [0.9] + [0.0] * 5, "intermediate_size": 48},
     },
+    "llama4_text": {
+        # Maverick's queries and keys are not normed, and Scout's are.
+        "not normed, one expert": {"use_qk_norm": False, "num_experts_per_tok": 1},
+        "dense": {"moe_layers": []},
+        "no growth": {"attn_temperature_tuning": False},
+        "one chunk": {"attention_chunk_size": 64},
+        "no chunks": {"attention_chunk_size": None},
+    },
     "phi": SHAPES | {"normed queries": {"qk_layernorm": True}, "partial": ROPES["partial"]},
     "phi3": WINDOWS | {"tied": SHAPES["tied"]},
     "gpt2": {

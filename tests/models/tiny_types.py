@@ -74,6 +74,14 @@ _INDEXER = {
     "indexer_compress_ratio": 2,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_LLAMA4 = {
+    "num_hidden_layers": 2,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+    "moe_layers": [1],
+    "floor_scale": 4,
+    "attn_scale": 0.3,
+}
 _GEMMA = {"head_dim": 8, "global_head_dim": 16}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA | {"attn_layer_indices": [1]},
@@ -99,6 +107,8 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4": {"text_config": _LLAMA4},
+    "llama4_text": _LLAMA4,
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
     "moshi": {"sliding_window": 128},  # as many as positions, as by default
