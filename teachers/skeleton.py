@@ -29,13 +29,20 @@ from opd.errors import ModelError, TeacherError, reason_of
 from opd.kernels.head import Head
 from opd.kernels.projection import speed_up
 from opd.models.architecture import check_architecture, empty_model
-from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention, refuse_pieces
+from opd.models.attention import (
+    ATTENTION_NAME,
+    Attend,
+    AttentionCall,
+    PackedAttention,
+    install_attention,
+    refuse_pieces,
+)
 from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import meta_parameters, quiet_loading
-from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers, decoder_of
+from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers, decoder_of, replace_forward
 from opd.models.quantisation import KEYS, quantisation_of
 from opd.models.quantised_weights import plain_tensors
-from opd.models.recurrence import MixerCall, install_mixers, mix_by
+from opd.models.recurrence import MixerCall, mix_by
 from opd.models.stored_form import MISSING, UNKNOWN, StoredForm
 from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import EMBEDDING_WEIGHT, HEAD_WEIGHT, LATEST, MANIFEST, unit_of
@@ -291,7 +298,7 @@ class Skeleton:
             module = AutoModelForCausalLM.from_config(
                 settings, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             ).eval()
-            install_mixers(module)
+            install_attention(module)
             speed_up(module)  # as in `CausalLM`: streamed and resident teachers compute the same
         self._set_module(module)
         for part in self._decoder.modules():
@@ -647,8 +654,7 @@ class _Chain:
     def replace_forwards(self, modules: list[nn.Module]) -> Iterator[None]:
         with ExitStack() as undo:
             for index, module in enumerate(modules):
-                module.forward = self._stand_in(index)
-                undo.callback(delattr, module, "forward")
+                undo.enter_context(replace_forward(module, self._stand_in(index)))
             yield
         self.is_chain = self.is_chain and len(self.calls) == len(modules)
 

@@ -25,11 +25,17 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from opd.errors import ModelError, reason_of
 from opd.kernels.head import Head
-from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention, refuse_pieces
+from opd.models.attention import (
+    ATTENTION_NAME,
+    AttentionCall,
+    PackedAttention,
+    install_attention,
+    refuse_pieces,
+)
 from opd.models.hf_folder import positions_of
 from opd.models.hf_weights import disable_padding, quiet_loading
 from opd.models.long_sequence import ChunkedLayers, decoder_of, layers_of, replace_forward
-from opd.models.recurrence import UNMIXED, MixerCall, install_mixers, state_bytes, step_fault
+from opd.models.recurrence import UNMIXED, MixerCall, state_bytes, step_fault
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
@@ -129,7 +135,7 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
             ) from None
         raise ModelError(f"{where} does not describe a causal language model: {reason_of(error)}") from None
     disable_padding(module)
-    install_mixers(module)
+    install_attention(module)
     for part in module.modules():
         kind = getattr(part, "rope_type", None)  # types that read positions would read numbers
         if isinstance(kind, str | dict):

@@ -23,10 +23,15 @@ queries are the last `C` of the `S` positions, unless a call says where the firs
 
 from __future__ import annotations
 
+import dis
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
+from types import MethodType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,7 +41,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from opd.errors import ModelError
-from opd.models.recurrence import MixerCall
+from opd.models.recurrence import MixerCall, install_mixers
 
 ATTENTION_NAME = "opd"
 WHOLE_ONLY = "so it takes no sequence in pieces; leave batch.sequence_chunk out"
@@ -147,7 +152,7 @@ def opd_attention(
 
     Raises `ModelError` without `attend`, or if the layer needs an unsupported feature.
     """
-    attend = options.get("attend")
+    attend = options.get("attend") or _GIVEN.get()
     if attend is None:
         raise ModelError(
             f"its {type(module).__name__} is not handed on what its decoder is given (attend), so sequences"
@@ -192,6 +197,41 @@ def opd_attention(
         key_layer=key_layer(module.config, layer) if getattr(module, "is_kv_shared_layer", False) else None,
     )
     return attend(call), None
+
+
+_GIVEN: ContextVar[Attend | None] = ContextVar("attend", default=None)
+"""What the layer that runs was given, if it does not hand it on."""
+
+
+def install_attention(module: torch.nn.Module) -> bool:
+    """Let layers of `module` that take options and hand none on keep the `attend` among them for their
+    attention, and install its mixers. Return whether it has any.
+    """
+    for part in module.modules():
+        if drops_options(type(part)):
+            part.forward = MethodType(_keep_attend, part)
+    return install_mixers(module)
+
+
+@lru_cache(maxsize=1024)
+def drops_options(kind: type) -> bool:
+    """Return True if the forward of modules of class `kind` takes options by any name and no call in it gets
+    them.
+    """
+    forward = inspect.unwrap(kind.forward)
+    takes = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(forward).parameters.values())
+    return takes and all(one.opname != "CALL_FUNCTION_EX" for one in dis.get_instructions(forward))
+
+
+def _keep_attend(part: Any, *arguments: Any, **options: Any) -> Any:
+    """Stand for the `forward` of `part`, as a method, so that a copy of the module calls the copy."""
+    if "attend" not in options:
+        return type(part).forward(part, *arguments, **options)
+    before = _GIVEN.set(options["attend"])
+    try:
+        return type(part).forward(part, *arguments, **options)
+    finally:
+        _GIVEN.reset(before)
 
 
 def _chunk_of(module: Any) -> int | None:
