@@ -253,6 +253,7 @@ _KINDS = {
     "full_attention",
     "sliding_attention",
     "chunked_attention",
+    "indexed_attention",
     "linear_attention",
     "conv",
     "hybrid",

@@ -276,6 +276,8 @@ class Recorder:
         """Count of numbers in all keys and values."""
         self.again: int | None = None
         """A layer that attended twice."""
+        self.choosing: set[int] = set()
+        """Layers whose queries see chosen keys."""
         self.mixed: set[int] = set()
         """Layers that carry a state."""
         self.state_bytes = 0
@@ -287,6 +289,10 @@ class Recorder:
         self.windows[call.layer_index] = call.sliding_window or call.chunk
         if call.key_layer is None:
             self.kv_numbers += call.key.numel() + call.value.numel()
+        if call.choice is not None:
+            self.choosing.add(call.layer_index)
+            if call.choice.layer_index == call.layer_index:
+                self.kv_numbers += call.choice.keys.numel()
         return self.attend(call)
 
     def mix(self, call: MixerCall) -> Tensor:
@@ -317,6 +323,7 @@ def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
         # The pass is shorter than any real window, so its numbers cannot show a missing one.
         windowed = kind in ("sliding_attention", "hybrid_sliding", "chunked_attention")
         supported = windowed or kind == "full_attention" or (kind == "hybrid" and layer in recorder.mixed)
+        supported = supported or (kind == "indexed_attention" and layer in recorder.choosing)
         if not supported or (windowed and recorder.windows[layer] is None):
             return (
                 f"its layer {layer} is of kind {kind!r}, which packed attention does not support; {ANOTHER}"

@@ -41,6 +41,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from opd.errors import ModelError
+from opd.models.key_choice import NO_MASK, KeyChoice, install_indexers
 from opd.models.recurrence import MixerCall, install_mixers
 
 ATTENTION_NAME = "opd"
@@ -71,6 +72,8 @@ class AttentionCall:
     growth: tuple[float, float] | None = None
     """(floor, scale): the query at position `p` is due to be multiplied by
     `1 + scale * log(1 + (p + 1) // floor)` (Llama 4)."""
+    choice: KeyChoice | None = None
+    """Chooses the keys that each query sees."""
     key_layer: int | None = None
     """The layer that made the keys and values, if it is an earlier one (Gemma 3n and 4)."""
 
@@ -87,9 +90,9 @@ class AttentionCall:
     @property
     def score_form(self) -> ScoreForm:
         """Parameters of the scores. Raises `ModelError` if they depend on positions otherwise."""
-        if self.chunk is not None or self.growth is not None:
+        if self.chunk is not None or self.growth is not None or self.choice is not None:
             raise ModelError(
-                f"its layer {self.layer_index} attends within chunks, or more sharply at later positions,"
+                f"its layer {self.layer_index} chooses keys, or attends by positions (in chunks, say),"
                 f" {WHOLE_ONLY}, and set train.context_parallel to 1."
             )
         return ScoreForm(self.scaling, self.softcap, self.sliding_window, self.sinks)
@@ -158,6 +161,8 @@ def opd_attention(
             f"its {type(module).__name__} is not handed on what its decoder is given (attend), so sequences"
             " cannot be kept apart; choose a model of another architecture."
         )
+    if attention_mask is NO_MASK:
+        attention_mask = None
     odd = [effect for name, effect in _UNSUPPORTED.items() if options.get(name) is not None]
     odd += ["a mask of its own"] if attention_mask is not None else []
     if odd:
@@ -194,6 +199,7 @@ def opd_attention(
         sinks=options.get("s_aux"),
         chunk=_chunk_of(module),
         growth=growth,
+        choice=choice if isinstance(choice := options.get("indices"), KeyChoice) else None,
         key_layer=key_layer(module.config, layer) if getattr(module, "is_kv_shared_layer", False) else None,
     )
     return attend(call), None
@@ -205,11 +211,12 @@ _GIVEN: ContextVar[Attend | None] = ContextVar("attend", default=None)
 
 def install_attention(module: torch.nn.Module) -> bool:
     """Let layers of `module` that take options and hand none on keep the `attend` among them for their
-    attention, and install its mixers. Return whether it has any.
+    attention, and install its indexers and mixers. Return whether it has any.
     """
     for part in module.modules():
         if drops_options(type(part)):
             part.forward = MethodType(_keep_attend, part)
+    install_indexers(module)
     return install_mixers(module)
 
 
@@ -284,14 +291,17 @@ class PackedAttention:
             call = replace(call, chunk=None)
             if max(self.lengths) > chunk:  # each chunk is as a sequence
                 return self.cached_value(("chunk", chunk), lambda: self._cut(chunk))(call, exact=exact)
-        if call.query.is_cuda and not exact:  # imported here because it compiles
+        choice, call = call.choice, replace(call, choice=None)
+        if choice is not None and max(self.lengths) <= choice.topk:
+            choice = None
+        if choice is None and call.query.is_cuda and not exact:  # imported here because it compiles
             from opd.models.fused_attention import run_fused
 
             output = run_fused(self, call)
             if output is not None:
                 return output
         inputs, form = (call.query, call.key, call.value), call.score_form
-        if self._equal:
+        if self._equal and choice is None:
             shape = (-1, self.lengths[0])
             query, key, value = (x[0].unflatten(1, shape).transpose(0, 1) for x in inputs)
             return causal_attention(query, key, value, form).transpose(1, 2).flatten(0, 1).unsqueeze(0)
@@ -299,7 +309,11 @@ class PackedAttention:
         outputs = []
         for bucket in buckets:
             query, key, value = (pad_bucket(x[0], bucket) for x in inputs)
-            outputs.append(causal_attention(query, key, value, form).transpose(1, 2).flatten(0, 1))
+            if choice is None or bucket.shape[1] <= choice.topk:
+                attended = causal_attention(query, key, value, form)
+            else:
+                attended = _chosen_attention(query, key, value, form, _chosen_keys(choice, bucket))
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
         padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return padded.index_select(0, places).unsqueeze(0)
 
@@ -441,6 +455,23 @@ def buckets_of(lengths: list[int], device: torch.device) -> tuple[list[Bucket], 
     return buckets, torch.from_numpy(places).to(device, non_blocking=True)
 
 
+def _chosen_keys(choice: KeyChoice, bucket: Bucket) -> Tensor:
+    """[B, 1, L, L] bool: the keys that each query of `bucket` sees."""
+    case = bucket.source.data_ptr()
+    if case not in choice.chosen:
+        (count, length), keys = bucket.shape, choice.keys.index_select(0, bucket.source)
+        causal = keys.new_ones(length, length, dtype=torch.bool).tril().expand(count, length, length)
+        choice.chosen[case] = choice.choose(bucket.source, keys.unflatten(0, bucket.shape), causal)[:, None]
+    return choice.chosen[case]
+
+
+def _chosen_attention(query: Tensor, key: Tensor, value: Tensor, form: ScoreForm, visible: Tensor) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return masked_attention(query, key, value, form, visible)
+
+
 def pad_bucket(packed: Tensor, bucket: Bucket) -> Tensor:
     """Gather `packed` [H, T, d] into [B, H, L, d], along the contiguous memory layout."""
     rows = packed.transpose(0, 1)
@@ -466,6 +497,8 @@ class ScoreForm:
     """Position `i` sees positions `j` with `i - window < j <= i`."""
     sinks: Tensor | None = None
     """[H]: a score per head beside those of the pairs, without a value."""
+    choice: KeyChoice | None = None
+    """Of cached keys: chooses those that each query sees."""
     chunk: int | None = None
     """Of cached keys: position `i` sees positions from the last multiple of `chunk` on."""
 

@@ -26,6 +26,7 @@ from opd.kernels.head import Head
 from opd.kernels.projection import DecodeWeight, wide_product
 from opd.models.attention import AttentionCall, PackedAttention, ScoreForm, key_layer, softmax_with_sinks
 from opd.models.causal_lm import Attend, CausalLM, WeightsDigest, held_bytes, tensors_of
+from opd.models.key_choice import KeyChoice
 from opd.models.recurrence import UNMIXED, MixerCall
 from opd.rollout.batch import Band, RunningBatch, bands_of
 from opd.rollout.expert_recorder import ExpertRecorder
@@ -61,6 +62,10 @@ class PrefillAttention:
         cache = self._cache.get_layer(call.kept_at, call.key, call.value)
         key = call.key if self._key_order is None else call.key.index_select(-1, self._key_order)
         self._fill(cache, key[0], call.value[0])
+        choice = call.choice
+        if choice is not None and choice.layer_index == call.layer_index:
+            keys = choice.keys[None, None]
+            self._fill(self._cache.get_layer(choice.kept_at, keys, keys[..., :0]), keys[0], keys[0, ..., :0])
         return self._packed(call)
 
     def mix(self, call: MixerCall) -> Tensor:
@@ -124,8 +129,14 @@ class CachedAttention(ABC):
         call = call.at(lambda: self.positions)
         cache = self._cache.get_layer(call.kept_at, call.key, call.value)
         query, key, value = (x.transpose(0, 1) for x in call.packed_inputs)
-        form = replace(replace(call, chunk=None).score_form, chunk=call.chunk)
+        form = replace(call, chunk=None, choice=None).score_form
+        form = replace(form, chunk=call.chunk, choice=call.choice)
         return self.attend(cache, query, key, value, form)[None]
+
+    def choice_cache(self, choice: KeyChoice) -> LayerCache:
+        """Return where the index keys of `choice` are kept."""
+        keys = choice.keys[None, None]
+        return self._cache.get_layer(choice.kept_at, keys, keys[..., :0])
 
     def mix(self, call: MixerCall) -> Tensor:
         """[T, D]: let the sequences of slots go on from their states."""
@@ -160,6 +171,24 @@ class DecodeAttention(CachedAttention):
 
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """`query` [B, H, d], `key` and `value` [B, Hkv, d] of the new tokens -> [B, H, dv]."""
+        self._write(cache, key, value)
+        choice, outputs, chosen_from = form.choice, [], cache
+        if choice is not None:
+            chosen_from = self.choice_cache(choice)
+            self._write(chosen_from, choice.keys[:, None], choice.keys[:, None, :0])
+        for band in self._span.band_slices:
+            window = cache.window_slice(band.first, band.stop, band.longest)
+            case = (form.window, form.chunk, window.keys.shape[1], band.first)
+            if case not in self._biases:
+                self._biases[case] = self._make_bias(form, band.first, window.keys)
+            bias = self._biases[case]
+            if choice is not None and band.longest > choice.topk:
+                held = chosen_from.window_slice(band.first, band.stop, band.longest).keys[:, 0]
+                bias = self._chosen_bias(choice, band, held, window.keys)
+            outputs.append(attend_cached(query[band.first : band.stop], window, bias, form))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _write(self, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         if self._slots is None:
             rows, last = self._span.rows, self._span.longest - 1
             cache.keys[:rows].select(2, last).copy_(key)
@@ -167,14 +196,16 @@ class DecodeAttention(CachedAttention):
         else:
             cache.keys[self._slots, :, self.positions] = key
             cache.values[self._slots, :, self.positions] = value
-        outputs = []
-        for band in self._span.band_slices:
-            window = cache.window_slice(band.first, band.stop, band.longest)
-            case = (form.window, form.chunk, window.keys.shape[1], band.first)
-            if case not in self._biases:
-                self._biases[case] = self._make_bias(form, band.first, window.keys)
-            outputs.append(attend_cached(query[band.first : band.stop], window, self._biases[case], form))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _chosen_bias(self, choice: KeyChoice, band: Band, held: Tensor, keys: Tensor) -> Tensor:
+        """[B * Hkv, 1, L] for `keys` [B, Hkv, L, d] of the slots of `band`: 0 for those that `choice` takes
+        by the index keys `held` [B, L, d], else -inf.
+        """
+        rows = torch.arange(band.first, band.stop, device=keys.device)
+        visible = torch.arange(keys.shape[2], device=keys.device) <= self.positions[rows, None, None]
+        hidden = ~choice.choose(rows, held, visible)
+        bias = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device)
+        return bias.masked_fill_(hidden, float("-inf")).repeat_interleave(keys.shape[1], 0)
 
     def _make_bias(self, form: ScoreForm, first: int, keys: Tensor) -> Tensor | None:
         """[B * Hkv or 1, 1, L] for `keys` [B, Hkv, L, d] of the slots from `first` on: 0 if a slot sees a
@@ -658,7 +689,9 @@ class Runner:
         kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
         wanted = {key_layer(config, index) for index, kind in enumerate(kinds) if kind not in UNMIXED}
         states = self.cache.states
-        held = self.cache.layers.keys() | (set() if states is None else states.layers.keys())
+        held = {index for index in self.cache.layers if index >= 0} | (
+            set() if states is None else states.layers.keys()
+        )
         if held != wanted:
             raise ModelError(
                 f"{len(held)} of the {len(wanted)} layers of {config.model_type} have keys and values of"
