@@ -689,9 +689,8 @@ class Runner:
         kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
         wanted = {key_layer(config, index) for index, kind in enumerate(kinds) if kind not in UNMIXED}
         states = self.cache.states
-        held = {index for index in self.cache.layers if index >= 0} | (
-            set() if states is None else states.layers.keys()
-        )
+        held = {index for index in self.cache.layers if index >= 0}  # index keys lie below
+        held |= set() if states is None else states.layers.keys()
         if held != wanted:
             raise ModelError(
                 f"{len(held)} of the {len(wanted)} layers of {config.model_type} have keys and values of"

@@ -162,6 +162,8 @@ def _kv_width(text: Any) -> int:
         width = getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads
         latent = [getattr(one, f"{part}_head_dim", 0) for part in ("qk_nope", "qk_rope", "v")]
         kept += heads * (sum(latent) // 2 or width) if key_layer(text, layer) == layer else 0
+        indexes = (getattr(text, "indexer_types", None) or ["full"] * (layer + 1))[layer] == "full"
+        kept += getattr(one, "index_head_dim", 0) // 2 if indexes else 0  # index keys have no values
     return -(-kept // text.num_hidden_layers)
 
 
