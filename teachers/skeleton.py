@@ -242,6 +242,9 @@ class PackedWork:
     """[1, T, D]: the input of the next layer."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """The other arguments of each layer."""
+    link_name: str | None = None
+    """The argument by which a layer takes what the one before gave beside hidden states (GLM-5)."""
+    link: Any = None
 
     def last_hidden(self) -> Tensor:
         """Return [T, D]: the output of the last module that ran."""
@@ -312,6 +315,9 @@ class Skeleton:
         skeleton = cls.__new__(cls)
         skeleton._set_module(module)
         return skeleton
+
+    _pairs = False
+    """Whether its layers give a pair, of which the next takes both."""
 
     def _set_module(self, module: Any) -> None:
         self._decoder: Any = decoder_of(module)
@@ -443,24 +449,26 @@ class Skeleton:
         """Compute the first layer's input from token ids. `tensors` are the embedding's."""
         renamed = self._module_tensors("embed_tokens", tensors)
         weights = {f"embed_tokens.{name}": tensor for name, tensor in renamed.items()}
-        chain = _Chain()
-        with chain.replace_forwards([*self.layers, getattr(self._decoder, self._norm)]):
-            try:
-                output = functional_call(
-                    self._decoder,
-                    weights,
-                    (),
-                    {
-                        "input_ids": work.input_ids[None],
-                        "position_ids": work.position_ids[None],
-                        "use_cache": False,
-                        "attend": work.attend,
-                    },
-                    tie_weights=False,
-                )
-            except (ValueError, TypeError, IndexError) as error:
-                cause = "its decoder takes more from a layer than hidden states"
-                raise self._unusable_error(cause) from error
+        arguments = {
+            "input_ids": work.input_ids[None],
+            "position_ids": work.position_ids[None],
+            "use_cache": False,
+            "attend": work.attend,
+        }
+        for pairs in (self._pairs, True):
+            chain = _Chain(pairs)
+            with chain.replace_forwards([*self.layers, getattr(self._decoder, self._norm)]):
+                try:
+                    output = functional_call(self._decoder, weights, (), arguments, tie_weights=False)
+                    if pairs and chain.link_name is None:
+                        raise ValueError("what a layer gives beside hidden states goes to no other")
+                    break
+                except (ValueError, TypeError, IndexError) as error:
+                    failure = error
+        else:
+            cause = "its decoder takes more from a layer than hidden states"
+            raise self._unusable_error(cause) from failure
+        self._pairs, work.link_name = pairs, chain.link_name
         if not chain.is_chain or output.last_hidden_state is not chain.passed:
             raise self._unusable_error("its layers and final norm are not one chain")
         work.hidden, work.calls = chain.first, chain.calls[:-1]
@@ -512,6 +520,8 @@ class Skeleton:
         work.attend.called = False
         # A layer's arguments are used once: tensors that only it needs are freed with them.
         arguments, work.calls[index] = work.calls[index], {}
+        if work.link_name is not None:
+            arguments[work.link_name] = work.link
 
         def call_layer(hidden: Tensor | None, **options: Any) -> Any:
             # The check of its kind runs first, whatever attends to a chunk.
@@ -522,6 +532,8 @@ class Skeleton:
             output = work.pieces.prefill(work.hidden, arguments, call_layer)
         else:
             output = call_layer(work.hidden, **arguments)
+        if work.link_name is not None and isinstance(output, tuple) and len(output) == 2:
+            output, work.link = output
         if not isinstance(output, Tensor) or not work.attend.called:
             raise self._unusable_error(
                 f"layer {index} does not take hidden states to hidden states by attention"
@@ -644,7 +656,10 @@ def check_streams(
 class _Chain:
     """Stand-ins for modules that must be called one after the other, each with the last one's output."""
 
-    def __init__(self) -> None:
+    def __init__(self, pairs: bool) -> None:
+        """`pairs`: each module but the last gives the next one something beside hidden states."""
+        self.link_name: str | None = None
+        self._link = object() if pairs else None
         self.first: Tensor | None = None
         self.passed: Tensor | None = None
         self.calls: list[dict[str, Any]] = []
@@ -654,13 +669,17 @@ class _Chain:
     @contextmanager
     def replace_forwards(self, modules: list[nn.Module]) -> Iterator[None]:
         with ExitStack() as undo:
+            self._modules = len(modules)
             for index, module in enumerate(modules):
                 undo.enter_context(replace_forward(module, self._stand_in(index)))
             yield
         self.is_chain = self.is_chain and len(self.calls) == len(modules)
 
     def _stand_in(self, index: int) -> Any:
-        def forward(hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
+        def forward(hidden_states: Tensor, *others: Any, **arguments: Any) -> Any:
+            if self._link is not None:
+                taken = [name for name, value in arguments.items() if value is self._link]
+                self.link_name = taken[0] if taken else self.link_name
             if index == 0:
                 self.first = hidden_states
             apart = index != len(self.calls) or (index > 0 and hidden_states is not self.passed)
@@ -669,7 +688,7 @@ class _Chain:
             self.calls.append(arguments)
             # Another object each time, so that a step left out or put in between is seen.
             self.passed = hidden_states.view_as(hidden_states)
-            return self.passed
+            return (self.passed, self._link) if self._link and index + 1 < self._modules else self.passed
 
         return forward
 

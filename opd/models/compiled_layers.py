@@ -192,6 +192,8 @@ def compile_fault(model: CausalLM, run: Run = lambda compute: compute()) -> str 
         return "carry states from token to token"
     if any(drops_options(type(layer)) for layer in model.layers):
         return "do not hand on what they are given"
+    if any(hasattr(part, "index_topk") for part in model.decoder.modules()):
+        return "choose the keys that they see"
     if "reuse" in (getattr(model.config, "kv_sharing_modes", None) or ()):
         return "attend to keys of earlier ones"
     fault: str | None = None
