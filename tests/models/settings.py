@@ -78,6 +78,8 @@ _SHARING = {
     "layer_types": [SLIDING, SLIDING, FULL] * 2,
     "num_kv_shared_layers": 3,
 }
+_CHOSEN = {"index_topk": 6, "index_n_heads": 8}
+"""Fewer keys than the sequences of a test have."""
 _KEYS = {
     "hidden_size_per_layer_input": 0,
     "attention_k_eq_v": True,
@@ -129,6 +131,17 @@ SETTINGS: dict[str, Mapping[str, dict[str, Any]]] = {
     "gemma3n_text": {
         "keys of earlier layers": _SHARING
         | {"activation_sparsity_pattern": [0.9] + [0.0] * 5, "intermediate_size": 48},
+    },
+    **{name: {"chosen keys": _CHOSEN} for name in ("deepseek_v32", "axk2", "hy_v4")},
+    "glm_moe_dsa": {
+        "chosen keys": _CHOSEN,
+        "keys chosen by earlier layers": _CHOSEN
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["indexed_attention"] * 4,
+            "mlp_layer_types": ["dense", "sparse"] * 2,
+            "indexer_types": ["full", "shared"] * 2,
+        },
     },
     "llama4_text": {
         # Maverick's queries and keys are not normed, and Scout's are.
