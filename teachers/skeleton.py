@@ -29,13 +29,20 @@ from opd.errors import ModelError, TeacherError, reason_of
 from opd.kernels.head import Head
 from opd.kernels.projection import speed_up
 from opd.models.architecture import check_architecture, empty_model
-from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
+from opd.models.attention import (
+    ATTENTION_NAME,
+    Attend,
+    AttentionCall,
+    PackedAttention,
+    install_attention,
+    refuse_pieces,
+)
 from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import meta_parameters, quiet_loading
-from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
+from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers, decoder_of, replace_forward
 from opd.models.quantisation import KEYS, quantisation_of
 from opd.models.quantised_weights import plain_tensors
-from opd.models.recurrence import MixerCall, install_mixers, mix_by
+from opd.models.recurrence import MixerCall, mix_by
 from opd.models.stored_form import MISSING, UNKNOWN, StoredForm
 from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import EMBEDDING_WEIGHT, HEAD_WEIGHT, LATEST, MANIFEST, unit_of
@@ -235,6 +242,9 @@ class PackedWork:
     """[1, T, D]: the input of the next layer."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """The other arguments of each layer."""
+    link_name: str | None = None
+    """The argument by which a layer takes what the one before gave beside hidden states (GLM-5)."""
+    link: Any = None
 
     def last_hidden(self) -> Tensor:
         """Return [T, D]: the output of the last module that ran."""
@@ -242,7 +252,16 @@ class PackedWork:
         return self.hidden[0]
 
 
-_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_KINDS = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "indexed_attention",
+    "linear_attention",
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+}
 """Kinds of layers that are streamed."""
 
 
@@ -283,7 +302,7 @@ class Skeleton:
             module = AutoModelForCausalLM.from_config(
                 settings, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             ).eval()
-            install_mixers(module)
+            install_attention(module)
             speed_up(module)  # as in `CausalLM`: streamed and resident teachers compute the same
         self._set_module(module)
         for part in self._decoder.modules():
@@ -297,8 +316,11 @@ class Skeleton:
         skeleton._set_module(module)
         return skeleton
 
+    _pairs = False
+    """Whether its layers give a pair, of which the next takes both."""
+
     def _set_module(self, module: Any) -> None:
-        self._decoder: Any = module.get_decoder()
+        self._decoder: Any = decoder_of(module)
         self._stored = StoredForm(module)
         self._form = quantisation_of(module.config, f"a published {type(self._decoder).__name__}")
         self._dtype: torch.dtype = module.dtype
@@ -418,6 +440,8 @@ class Skeleton:
         """
         attend = PackedAttention(cu_seqlens)
         cut = chunk is not None and attend.tokens > chunk
+        if cut:
+            refuse_pieces(self.config)
         pieces = ChunkedLayers(attend.bounds, chunk) if cut and chunk is not None else None
         return PackedWork(input_ids, position_ids, CheckedAttention(attend, self.kinds), pieces)
 
@@ -425,24 +449,26 @@ class Skeleton:
         """Compute the first layer's input from token ids. `tensors` are the embedding's."""
         renamed = self._module_tensors("embed_tokens", tensors)
         weights = {f"embed_tokens.{name}": tensor for name, tensor in renamed.items()}
-        chain = _Chain()
-        with chain.replace_forwards([*self.layers, getattr(self._decoder, self._norm)]):
-            try:
-                output = functional_call(
-                    self._decoder,
-                    weights,
-                    (),
-                    {
-                        "input_ids": work.input_ids[None],
-                        "position_ids": work.position_ids[None],
-                        "use_cache": False,
-                        "attend": work.attend,
-                    },
-                    tie_weights=False,
-                )
-            except (ValueError, TypeError, IndexError) as error:
-                cause = "its decoder takes more from a layer than hidden states"
-                raise self._unusable_error(cause) from error
+        arguments = {
+            "input_ids": work.input_ids[None],
+            "position_ids": work.position_ids[None],
+            "use_cache": False,
+            "attend": work.attend,
+        }
+        for pairs in (self._pairs, True):
+            chain = _Chain(pairs)
+            with chain.replace_forwards([*self.layers, getattr(self._decoder, self._norm)]):
+                try:
+                    output = functional_call(self._decoder, weights, (), arguments, tie_weights=False)
+                    if pairs and chain.link_name is None:
+                        raise ValueError("what a layer gives beside hidden states goes to no other")
+                    break
+                except (ValueError, TypeError, IndexError) as error:
+                    failure = error
+        else:
+            cause = "its decoder takes more from a layer than hidden states"
+            raise self._unusable_error(cause) from failure
+        self._pairs, work.link_name = pairs, chain.link_name
         if not chain.is_chain or output.last_hidden_state is not chain.passed:
             raise self._unusable_error("its layers and final norm are not one chain")
         work.hidden, work.calls = chain.first, chain.calls[:-1]
@@ -494,6 +520,8 @@ class Skeleton:
         work.attend.called = False
         # A layer's arguments are used once: tensors that only it needs are freed with them.
         arguments, work.calls[index] = work.calls[index], {}
+        if work.link_name is not None:
+            arguments[work.link_name] = work.link
 
         def call_layer(hidden: Tensor | None, **options: Any) -> Any:
             # The check of its kind runs first, whatever attends to a chunk.
@@ -504,6 +532,8 @@ class Skeleton:
             output = work.pieces.prefill(work.hidden, arguments, call_layer)
         else:
             output = call_layer(work.hidden, **arguments)
+        if work.link_name is not None and isinstance(output, tuple) and len(output) == 2:
+            output, work.link = output
         if not isinstance(output, Tensor) or not work.attend.called:
             raise self._unusable_error(
                 f"layer {index} does not take hidden states to hidden states by attention"
@@ -626,7 +656,10 @@ def check_streams(
 class _Chain:
     """Stand-ins for modules that must be called one after the other, each with the last one's output."""
 
-    def __init__(self) -> None:
+    def __init__(self, pairs: bool) -> None:
+        """`pairs`: each module but the last gives the next one something beside hidden states."""
+        self.link_name: str | None = None
+        self._link = object() if pairs else None
         self.first: Tensor | None = None
         self.passed: Tensor | None = None
         self.calls: list[dict[str, Any]] = []
@@ -636,23 +669,26 @@ class _Chain:
     @contextmanager
     def replace_forwards(self, modules: list[nn.Module]) -> Iterator[None]:
         with ExitStack() as undo:
+            self._modules = len(modules)
             for index, module in enumerate(modules):
-                module.forward = self._stand_in(index)
-                undo.callback(delattr, module, "forward")
+                undo.enter_context(replace_forward(module, self._stand_in(index)))
             yield
         self.is_chain = self.is_chain and len(self.calls) == len(modules)
 
     def _stand_in(self, index: int) -> Any:
-        def forward(hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
+        def forward(hidden_states: Tensor, *others: Any, **arguments: Any) -> Any:
+            if self._link is not None:
+                taken = [name for name, value in arguments.items() if value is self._link]
+                self.link_name = taken[0] if taken else self.link_name
             if index == 0:
                 self.first = hidden_states
             apart = index != len(self.calls) or (index > 0 and hidden_states is not self.passed)
-            if apart or others:  # such as an input of each layer's own
+            if apart or any(one is not None for one in others):  # such as an input of each layer's own
                 self.is_chain = False
             self.calls.append(arguments)
             # Another object each time, so that a step left out or put in between is seen.
             self.passed = hidden_states.view_as(hidden_states)
-            return self.passed
+            return (self.passed, self._link) if self._link and index + 1 < self._modules else self.passed
 
         return forward
 

@@ -42,7 +42,7 @@ from opd.models.hf_folder import (
     weight_files,
     weight_states,
 )
-from opd.models.long_sequence import layers_of
+from opd.models.long_sequence import decoder_of, layers_of
 from opd.models.peft_folder import LORA_A, LORA_B, PREFIX, merge_weight, read_peft
 from opd.models.sharded import gather_full, open_empty, put_in_file, stored_weights
 from opd.storage.files import file_digest
@@ -228,7 +228,7 @@ def target_layers(module: Any, targets: Iterable[str] | None = None) -> list[str
     `None` means `USUAL_TARGETS`, or every linear layer of the decoder that is no router if one of these is
     missing. Raises `ModelError` for a target that no decoder layer has, and if there is no linear layer.
     """
-    inside = {id(part) for layer in layers_of(module.get_decoder()) for part in layer.modules()}
+    inside = {id(part) for layer in layers_of(decoder_of(module)) for part in layer.modules()}
     names = [
         name.removesuffix(".base_layer")  # the name of an adapted layer's base
         for name, part in module.named_modules()
@@ -257,7 +257,7 @@ def target_layers(module: Any, targets: Iterable[str] | None = None) -> list[str
 
 def _no_layer_reason(module: Any) -> str:
     """Return the reason why the decoder's layers have no linear layer."""
-    name, layers = type(module).__name__, layers_of(module.get_decoder())
+    name, layers = type(module).__name__, layers_of(decoder_of(module))
     if not layers:
         return f"the decoder of {name} has no list of layers, or several, in which linear ones are looked for"
     if any(isinstance(part, Conv1D) for layer in layers for part in layer.modules()):

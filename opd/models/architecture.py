@@ -25,11 +25,17 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from opd.errors import ModelError, reason_of
 from opd.kernels.head import Head
-from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
+from opd.models.attention import (
+    ATTENTION_NAME,
+    AttentionCall,
+    PackedAttention,
+    install_attention,
+    refuse_pieces,
+)
 from opd.models.hf_folder import positions_of
 from opd.models.hf_weights import disable_padding, quiet_loading
-from opd.models.long_sequence import ChunkedLayers, layers_of, replace_forward
-from opd.models.recurrence import UNMIXED, MixerCall, install_mixers, state_bytes, step_fault
+from opd.models.long_sequence import ChunkedLayers, decoder_of, layers_of, replace_forward
+from opd.models.recurrence import UNMIXED, MixerCall, state_bytes, step_fault
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
@@ -129,7 +135,7 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
             ) from None
         raise ModelError(f"{where} does not describe a causal language model: {reason_of(error)}") from None
     disable_padding(module)
-    install_mixers(module)
+    install_attention(module)
     for part in module.modules():
         kind = getattr(part, "rope_type", None)  # types that read positions would read numbers
         if isinstance(kind, str | dict):
@@ -140,7 +146,7 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
 @torch.no_grad()
 def _refusal_cause(module: Any) -> str | None:
     """Return why `module` (on the meta device) cannot be used, with advice. `None` if nothing shows."""
-    decoder, head = module.get_decoder(), module.get_output_embeddings()
+    decoder, head = decoder_of(module), module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return f"it has no linear output head; {ANOTHER}"
     if getattr(module.config.get_text_config(), "is_causal", None) is False:  # read where masks are made
@@ -228,7 +234,7 @@ def _head_cause(module: Any) -> str | None:
     """Return why the logits of `module` (on the meta device) differ from `head_form`. `None` if they agree,
     or if its code does more with them than can be tried without weights.
     """
-    decoder, head = module.get_decoder(), module.get_output_embeddings()
+    decoder, head = decoder_of(module), module.get_output_embeddings()
     scale, softcap = head_form(module.config.get_text_config())
     if softcap is not None and not softcap > 0:
         return f"its logits are divided by a softcap of {softcap:g}; write null in its place for none"
@@ -270,6 +276,8 @@ class Recorder:
         """Count of numbers in all keys and values."""
         self.again: int | None = None
         """A layer that attended twice."""
+        self.choosing: set[int] = set()
+        """Layers whose queries see chosen keys."""
         self.mixed: set[int] = set()
         """Layers that carry a state."""
         self.state_bytes = 0
@@ -278,8 +286,13 @@ class Recorder:
     def __call__(self, call: AttentionCall) -> Tensor:
         if call.layer_index in self.windows:
             self.again = call.layer_index
-        self.windows[call.layer_index] = call.sliding_window
-        self.kv_numbers += call.key.numel() + call.value.numel()
+        self.windows[call.layer_index] = call.sliding_window or call.chunk
+        if call.key_layer is None:
+            self.kv_numbers += call.key.numel() + call.value.numel()
+        if call.choice is not None:
+            self.choosing.add(call.layer_index)
+            if call.choice.layer_index == call.layer_index:
+                self.kv_numbers += call.choice.keys.numel()
         return self.attend(call)
 
     def mix(self, call: MixerCall) -> Tensor:
@@ -308,8 +321,9 @@ def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
                 f" say) do not; {ANOTHER}"
             )
         # The pass is shorter than any real window, so its numbers cannot show a missing one.
-        windowed = kind in ("sliding_attention", "hybrid_sliding")
+        windowed = kind in ("sliding_attention", "hybrid_sliding", "chunked_attention")
         supported = windowed or kind == "full_attention" or (kind == "hybrid" and layer in recorder.mixed)
+        supported = supported or (kind == "indexed_attention" and layer in recorder.choosing)
         if not supported or (windowed and recorder.windows[layer] is None):
             return (
                 f"its layer {layer} is of kind {kind!r}, which packed attention does not support; {ANOTHER}"
@@ -412,6 +426,7 @@ def check_pieces(model: CausalLM) -> None:
     """Raise `ModelError` unless `model` gives the same hidden states in chunks. Checked once."""
     if model.pieces_checked:
         return
+    refuse_pieces(model.config)
     ids = torch.arange(13, device=model.device) * 5 % model.vocab_size
     positions = torch.arange(13, device=model.device)
     try:

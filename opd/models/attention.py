@@ -23,10 +23,15 @@ queries are the last `C` of the `S` positions, unless a call says where the firs
 
 from __future__ import annotations
 
+import dis
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
+from types import MethodType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,9 +41,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from opd.errors import ModelError
-from opd.models.recurrence import MixerCall
+from opd.models.key_choice import NO_MASK, KeyChoice, install_indexers
+from opd.models.recurrence import MixerCall, install_mixers
 
 ATTENTION_NAME = "opd"
+WHOLE_ONLY = "so it takes no sequence in pieces; leave batch.sequence_chunk out"
 
 
 @dataclass(slots=True)
@@ -60,6 +67,20 @@ class AttentionCall:
     """Position `i` sees positions `j` with `i - sliding_window < j <= i`."""
     sinks: Tensor | None = None
     """[H]: a learnt score per head that takes part in the softmax and adds no value (GPT-OSS)."""
+    chunk: int | None = None
+    """Position `i` sees positions from the last multiple of `chunk` on (Llama 4)."""
+    growth: tuple[float, float] | None = None
+    """(floor, scale): the query at position `p` is due to be multiplied by
+    `1 + scale * log(1 + (p + 1) // floor)` (Llama 4)."""
+    choice: KeyChoice | None = None
+    """Chooses the keys that each query sees."""
+    key_layer: int | None = None
+    """The layer that made the keys and values, if it is an earlier one (Gemma 3n and 4)."""
+
+    @property
+    def kept_at(self) -> int:
+        """The layer whose keys and values these are."""
+        return self.layer_index if self.key_layer is None else self.key_layer
 
     @property
     def packed_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,8 +89,41 @@ class AttentionCall:
 
     @property
     def score_form(self) -> ScoreForm:
-        """Parameters of the scores."""
+        """Parameters of the scores. Raises `ModelError` if they depend on positions otherwise."""
+        if self.chunk is not None or self.growth is not None or self.choice is not None:
+            raise ModelError(
+                f"its layer {self.layer_index} chooses keys, or attends by positions (in chunks, say),"
+                f" {WHOLE_ONLY}, and set train.context_parallel to 1."
+            )
         return ScoreForm(self.scaling, self.softcap, self.sliding_window, self.sinks)
+
+    def at(self, positions: Callable[[], Tensor]) -> AttentionCall:
+        """Return the call with its queries as they are due at `positions()` [T]."""
+        if self.growth is None:
+            return self
+        factors = growth_at(positions(), *self.growth)
+        return replace(self, query=(self.query * factors).to(self.query.dtype), growth=None)
+
+
+def growth_at(positions: Tensor, floor: float, scale: float) -> Tensor:
+    """[T, 1]: factors of queries at `positions` [T]; see `AttentionCall.growth`."""
+    return (torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0)[:, None]
+
+
+def key_layer(config: Any, layer: int) -> int:
+    """Return the layer whose keys and values layer `layer` of a text model of `config` attends to."""
+    modes, kinds = getattr(config, "kv_sharing_modes", None) or (), getattr(config, "layer_types", None)
+    if layer >= len(modes) or modes[layer] != "reuse" or not kinds:
+        return layer
+    return next((i for i, mode in enumerate(modes) if mode == "store" and kinds[i] == kinds[layer]), layer)
+
+
+def refuse_pieces(config: Any) -> None:
+    """Raise `ModelError` if layers of a text model of `config` cannot take a sequence in pieces."""
+    if "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
+        raise ModelError(
+            f"layers of a {config.model_type} model attend to keys of earlier ones, {WHOLE_ONLY}."
+        )
 
 
 _MASKED = 1024
@@ -101,12 +155,14 @@ def opd_attention(
 
     Raises `ModelError` without `attend`, or if the layer needs an unsupported feature.
     """
-    attend = options.get("attend")
+    attend = options.get("attend") or _GIVEN.get()
     if attend is None:
         raise ModelError(
             f"its {type(module).__name__} is not handed on what its decoder is given (attend), so sequences"
             " cannot be kept apart; choose a model of another architecture."
         )
+    if attention_mask is NO_MASK:
+        attention_mask = None
     odd = [effect for name, effect in _UNSUPPORTED.items() if options.get(name) is not None]
     odd += ["a mask of its own"] if attention_mask is not None else []
     if odd:
@@ -126,8 +182,14 @@ def opd_attention(
                 f"its {type(module).__name__} {effect} {number:g}, which no trained model does; mend its"
                 " configuration."
             )
+    layer = 0 if torch.compiler.is_compiling() else int(getattr(module, "layer_idx", 0))
+    growth: tuple[float, float] | None = None
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        growth = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
+        counted = torch.arange(query.shape[2], device=query.device)  # as if all tokens were one sequence's
+        query = query if len(counted) < growth[0] else (query / growth_at(counted, *growth)).to(query.dtype)
     call = AttentionCall(
-        layer_index=0 if torch.compiler.is_compiling() else int(getattr(module, "layer_idx", 0)),
+        layer_index=layer,
         query=query,
         key=key,
         value=value,
@@ -135,8 +197,56 @@ def opd_attention(
         softcap=options.get("softcap"),
         sliding_window=options.get("sliding_window"),
         sinks=options.get("s_aux"),
+        chunk=_chunk_of(module),
+        growth=growth,
+        choice=choice if isinstance(choice := options.get("indices"), KeyChoice) else None,
+        key_layer=key_layer(module.config, layer) if getattr(module, "is_kv_shared_layer", False) else None,
     )
     return attend(call), None
+
+
+_GIVEN: ContextVar[Attend | None] = ContextVar("attend", default=None)
+"""What the layer that runs was given, if it does not hand it on."""
+
+
+def install_attention(module: torch.nn.Module) -> bool:
+    """Let layers of `module` that take options and hand none on keep the `attend` among them for their
+    attention, and install its indexers and mixers. Return whether it has any.
+    """
+    for part in module.modules():
+        if drops_options(type(part)):
+            part.forward = MethodType(_keep_attend, part)
+    install_indexers(module)
+    return install_mixers(module)
+
+
+@lru_cache(maxsize=1024)
+def drops_options(kind: type) -> bool:
+    """Return True if the forward of modules of class `kind` takes options by any name and no call in it gets
+    them.
+    """
+    forward = inspect.unwrap(kind.forward)
+    takes = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(forward).parameters.values())
+    return takes and all(one.opname != "CALL_FUNCTION_EX" for one in dis.get_instructions(forward))
+
+
+def _keep_attend(part: Any, *arguments: Any, **options: Any) -> Any:
+    """Stand for the `forward` of `part`, as a method, so that a copy of the module calls the copy."""
+    if "attend" not in options:
+        return type(part).forward(part, *arguments, **options)
+    before = _GIVEN.set(options["attend"])
+    try:
+        return type(part).forward(part, *arguments, **options)
+    finally:
+        _GIVEN.reset(before)
+
+
+def _chunk_of(module: Any) -> int | None:
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
+        return None
+    return getattr(config, "attention_chunk_size", None)
 
 
 AttentionInterface.register(ATTENTION_NAME, opd_attention)
@@ -175,23 +285,35 @@ class PackedAttention:
             raise ModelError(f"cu_seqlens describes {self.tokens} tokens but the model was given {tokens}.")
         if tokens == 0:
             return call.query.transpose(1, 2)
-        if call.query.is_cuda and not exact:  # imported here because it compiles
+        device = call.query.device
+        call = call.at(lambda: self.cached_value(("positions", device), lambda: self._positions(device)))
+        if (chunk := call.chunk) is not None:
+            call = replace(call, chunk=None)
+            if max(self.lengths) > chunk:  # each chunk is as a sequence
+                return self.cached_value(("chunk", chunk), lambda: self._cut(chunk))(call, exact=exact)
+        choice, call = call.choice, replace(call, choice=None)
+        if choice is not None and max(self.lengths) <= choice.topk:
+            choice = None
+        if choice is None and call.query.is_cuda and not exact:  # imported here because it compiles
             from opd.models.fused_attention import run_fused
 
             output = run_fused(self, call)
             if output is not None:
                 return output
         inputs, form = (call.query, call.key, call.value), call.score_form
-        if self._equal:
+        if self._equal and choice is None:
             shape = (-1, self.lengths[0])
             query, key, value = (x[0].unflatten(1, shape).transpose(0, 1) for x in inputs)
             return causal_attention(query, key, value, form).transpose(1, 2).flatten(0, 1).unsqueeze(0)
-        device = call.query.device
         buckets, places = self.cached_value(("buckets", device), lambda: buckets_of(self.lengths, device))
         outputs = []
         for bucket in buckets:
             query, key, value = (pad_bucket(x[0], bucket) for x in inputs)
-            outputs.append(causal_attention(query, key, value, form).transpose(1, 2).flatten(0, 1))
+            if choice is None or bucket.shape[1] <= choice.topk:
+                attended = causal_attention(query, key, value, form)
+            else:
+                attended = _chosen_attention(query, key, value, form, _chosen_keys(choice, bucket))
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
         padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return padded.index_select(0, places).unsqueeze(0)
 
@@ -208,6 +330,14 @@ class PackedAttention:
             for bucket in buckets
         ]
         return torch.cat(padded).index_select(0, places)
+
+    def _positions(self, device: torch.device) -> Tensor:
+        return torch.cat([torch.arange(length, device=device) for length in self.lengths])
+
+    def _cut(self, chunk: int) -> PackedAttention:
+        """Return the packing of the chunks of all sequences."""
+        starts = [at for start, end in pairwise(self.bounds) for at in range(start, end, chunk)]
+        return PackedAttention([*starts, self.tokens])
 
     def cached_value(self, key: Any, make: Callable[[], T]) -> T:
         """The cached result of `make` for `key`. All layers share values that depend on the packing alone."""
@@ -325,6 +455,23 @@ def buckets_of(lengths: list[int], device: torch.device) -> tuple[list[Bucket], 
     return buckets, torch.from_numpy(places).to(device, non_blocking=True)
 
 
+def _chosen_keys(choice: KeyChoice, bucket: Bucket) -> Tensor:
+    """[B, 1, L, L] bool: the keys that each query of `bucket` sees."""
+    case = bucket.source.data_ptr()
+    if case not in choice.chosen:
+        (count, length), keys = bucket.shape, choice.keys.index_select(0, bucket.source)
+        causal = keys.new_ones(length, length, dtype=torch.bool).tril().expand(count, length, length)
+        choice.chosen[case] = choice.choose(bucket.source, keys.unflatten(0, bucket.shape), causal)[:, None]
+    return choice.chosen[case]
+
+
+def _chosen_attention(query: Tensor, key: Tensor, value: Tensor, form: ScoreForm, visible: Tensor) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return masked_attention(query, key, value, form, visible)
+
+
 def pad_bucket(packed: Tensor, bucket: Bucket) -> Tensor:
     """Gather `packed` [H, T, d] into [B, H, L, d], along the contiguous memory layout."""
     rows = packed.transpose(0, 1)
@@ -350,6 +497,10 @@ class ScoreForm:
     """Position `i` sees positions `j` with `i - window < j <= i`."""
     sinks: Tensor | None = None
     """[H]: a score per head beside those of the pairs, without a value."""
+    choice: KeyChoice | None = None
+    """Of cached keys: chooses those that each query sees."""
+    chunk: int | None = None
+    """Of cached keys: position `i` sees positions from the last multiple of `chunk` on."""
 
     @property
     def is_plain(self) -> bool:

@@ -33,7 +33,7 @@ from opd.models.architecture import (
     check_pieces,
     head_form,
 )
-from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention
+from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention, install_attention
 from opd.models.hf_folder import check_folder, read_config, scratch_config, weight_states
 from opd.models.hf_weights import disable_padding, load_module
 from opd.models.long_sequence import (
@@ -41,11 +41,11 @@ from opd.models.long_sequence import (
     ChunkedLayers,
     ChunkRunner,
     LayerMemory,
+    decoder_of,
     final_norm,
     layers_of,
     recompute_layers,
 )
-from opd.models.recurrence import install_mixers
 from opd.models.routing import ExpertRouting, RoutedTokens, find_routing, routing_fault
 from opd.models.stored_form import StoredForm
 
@@ -330,10 +330,10 @@ class CausalLM:
         """
         speed_up(module)
         disable_padding(module)
-        self.is_recurrent = install_mixers(module)
+        self.is_recurrent = install_attention(module)
         """True if layers carry a state from token to token."""
         self.module = module.eval()
-        self.decoder = module.get_decoder()
+        self.decoder = decoder_of(module)
         self.config = module.config.get_text_config()
         self.head_form = head_form(self.config)
         self.vocabulary: int | None = None

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from opd.errors import reason_of
 from opd.kernels import triton_rows
-from opd.models.attention import Attend, AttentionCall, PackedAttention
+from opd.models.attention import Attend, AttentionCall, PackedAttention, drops_options
 from opd.models.causal_lm import CausalLM
 from opd.models.fused_attention import set_compiler_folder
 from opd.models.long_sequence import replace_forward
@@ -93,7 +93,10 @@ def _before_attention(
 
     forward(layer, hidden, *others, attend=attend, **arguments)
     (call,) = calls
-    return call.query, call.key, call.value, call.scaling, call.softcap, call.sliding_window, call.sinks
+    return (
+        *(call.query, call.key, call.value, call.scaling, call.softcap, call.sliding_window),
+        *(call.sinks, call.chunk, call.growth),
+    )
 
 
 def _after_attention(
@@ -187,6 +190,12 @@ def compile_fault(model: CausalLM, run: Run = lambda compute: compute()) -> str 
     """
     if model.is_recurrent:
         return "carry states from token to token"
+    if any(drops_options(type(layer)) for layer in model.layers):
+        return "do not hand on what they are given"
+    if any(hasattr(part, "index_topk") for part in model.decoder.modules()):
+        return "choose the keys that they see"
+    if "reuse" in (getattr(model.config, "kv_sharing_modes", None) or ()):
+        return "attend to keys of earlier ones"
     fault: str | None = None
     count = 0  # of graphs, when the first lengths were done
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig
 from opd.errors import CheckpointError, ModelError, TrainingError
 from opd.models.architecture import empty_model
 from opd.models.hf_folder import LOADED, read_config, read_object
+from opd.models.long_sequence import decoder_of
 from opd.models.quantisation import KEYS, quantisation_of
 from opd.models.quantised_weights import folder_parts, matrix_of
 from opd.models.stored_form import StoredForm
@@ -154,7 +155,7 @@ def _matrices(source: Path, module: Any) -> Iterator[tuple[str, Tensor, bool]]:
 
 def _layers_of(module: Any) -> str:
     """Return how the names of tensors of the module's layers begin."""
-    decoder = module.get_decoder()
+    decoder = decoder_of(module)
     return f"{next(name for name, part in module.named_modules() if part is decoder)}.layers."
 
 

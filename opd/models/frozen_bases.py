@@ -25,7 +25,7 @@ from opd.models.adapters import digest_tensor, has_adapter, read_adapter, weight
 from opd.models.causal_lm import Borrowed, CausalLM, held_bytes, torch_device, torch_dtype
 from opd.models.hf_folder import adapter_base, check_folder, weight_states
 from opd.models.hf_weights import empty_module
-from opd.models.long_sequence import layers_of
+from opd.models.long_sequence import decoder_of, layers_of
 from opd.models.peft_folder import merge_weight, read_peft
 from opd.models.quantised_weights import folder_parts
 from opd.models.sharded import own_tensors, replace_empty
@@ -267,7 +267,7 @@ def _add(module: Any, adapter: _Adapter, device: torch.device) -> bool:
     """Make `DeltaLinear` of the layers that `adapter` is for; `False` if one of them is none of the decoder's
     own linear layers.
     """
-    inside = {id(part) for layer in layers_of(module.get_decoder()) for part in layer.modules()}
+    inside = {id(part) for layer in layers_of(decoder_of(module)) for part in layer.modules()}
     parts = dict(module.named_modules())
     users = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     for name, (a, b) in adapter.pairs.items():

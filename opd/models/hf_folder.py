@@ -378,6 +378,9 @@ def _with_floats(value: object) -> Any:
 
 # Read by transformers though not every configuration declares them.
 _UNDECLARED_KEYS = ("rope_theta", "rope_scaling", "head_dim")
+_BY_LAYER = {"head_dim", "num_key_value_heads"}
+_OF_FULL_LAYERS = ("global_head_dim", "num_global_key_value_heads", "per_layer_config")
+"""Arguments of configurations whose layers differ (Gemma 4)."""
 
 
 _NO_FACTOR = "This model config has set a `rope_parameters['original_max_position_embeddings']` field"
@@ -458,12 +461,14 @@ def plain_form_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, s
 
 def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:
     """Raise for a configuration that opd cannot read."""
-    if getattr(config.get_text_config(), "is_heterogeneous", False):  # it has no global numbers
+    text = config.get_text_config()
+    differing = {name for one in (text.to_dict().get("per_layer_config") or {}).values() for name in one}
+    if odd := sorted(differing - _BY_LAYER):
         raise ModelError(
-            f"{path} describes layers of several forms (per_layer_config, as {config.model_type} has), which"
-            " nothing here can hold in one cache; choose a model whose layers are alike."
+            f"{path} describes layers that differ in {odd[0]} (per_layer_config, as {config.model_type} has);"
+            f" only models whose layers differ in {' and '.join(sorted(_BY_LAYER))} alone are computed here."
         )
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise ModelError(f"{path} says num_hidden_layers {layers}; a model has one or more: mend the file.")
 
@@ -471,9 +476,12 @@ def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """Return each layer's attention window in tokens; `None` for full attention."""
     text = config.get_text_config()
-    window = getattr(text, "sliding_window", None)
+    windows = {
+        "sliding_attention": getattr(text, "sliding_window", None),
+        "chunked_attention": getattr(text, "attention_chunk_size", None),
+    }
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(windows.get(kind) for kind in kinds)
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx")
@@ -530,7 +538,7 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
     except StrictDataclassError as error:
         raise ModelError(f"model_type {model_type!r} has no plain model: {reason_of(error)}") from error
     for key in options:
-        if not hasattr(default, key) and key not in _UNDECLARED_KEYS:
+        if not _knows(default, key):
             raise ModelError(
                 f"model.config.{key} is not an argument of {type(default).__name__}"
                 f"{_nearest_hint(key, list(default.to_dict()))}."
@@ -550,6 +558,15 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
         raise ModelError(
             f"model.config cannot be used for model_type {model_type!r}: {reason_of(error)}"
         ) from error
+
+
+def _knows(default: PreTrainedConfig, key: str) -> bool:
+    """Return True if `key` is an argument of configurations like `default`."""
+    try:
+        declared = hasattr(default, key)
+    except RuntimeError:  # of what differs by layer there is no one value
+        return True
+    return declared or key in _UNDECLARED_KEYS or (default.is_heterogeneous and key in _OF_FULL_LAYERS)
 
 
 def _nearest_hint(word: str, words: list[str]) -> str:

@@ -130,6 +130,7 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
             f"{folder} cannot be loaded as a causal language model: {reason_of(error)}"
         ) from error
     module, info = loaded
+    info["unexpected_keys"] = set(info["unexpected_keys"]) - StoredForm(module).left_out(shapes)
     _refuse_disagreement(folder, info, module)
     require_numbers(folder, module.named_parameters())
     if getattr(config.get_text_config(), "tie_word_embeddings", False):

@@ -32,7 +32,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from opd.errors import ModelError
-from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm, sinks_gradient
+from opd.models.attention import (
+    WHOLE_ONLY,
+    Attend,
+    AttentionCall,
+    PackedAttention,
+    ScoreForm,
+    sinks_gradient,
+)
 from opd.models.tiled_attention import see_keys, seen_backward
 from opd.ranks import requested_ranks
 from opd.untrusted import free_memory, ranks_here
@@ -89,7 +96,9 @@ class ChunkRunner(ABC):
             yield
 
     def _stand_in(self, layer: Layer, attends: bool) -> Layer:
-        def forward(hidden_states: Tensor, **arguments: Any) -> Tensor:
+        def forward(hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
+            if any(one is not None for one in others):  # they would get no gradient
+                raise ModelError(f"a layer of the model takes inputs of its own, {WHOLE_ONLY}.")
             if not torch.is_grad_enabled():
                 return self.prefill(hidden_states, arguments, layer, attends=attends)
             # Without it a layer behind frozen embeddings would have no input that requires a gradient.
@@ -432,6 +441,12 @@ def final_norm(decoder: Any) -> nn.Module | None:
     """Return the module after the last layer, or `None` if it has none of the usual names."""
     norms = [getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)]
     return norms[0] if norms else None
+
+
+def decoder_of(module: Any) -> Any:
+    """Return the decoder of a causal language model: what is below its head."""
+    decoder = module.get_decoder()  # of Llama 4 it is the whole model
+    return decoder.model if hasattr(decoder, "lm_head") and hasattr(decoder, "model") else decoder
 
 
 def layers_of(decoder: Any) -> list[nn.Module]:

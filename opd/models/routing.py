@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from opd.errors import ModelError, reason_of
 from opd.models.architecture import chosen_experts, expert_parts
 from opd.models.attention import PackedAttention
-from opd.models.long_sequence import layers_of, replace_forward
+from opd.models.long_sequence import decoder_of, layers_of, replace_forward
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
@@ -294,7 +294,7 @@ def find_routers(module: Any, routing: ExpertRouting) -> list[Router] | str:
     fault = balancing_fault(module)
     if fault is not None:
         return fault
-    named = getattr(type(module.get_decoder()), "_can_record_outputs", None) or {}
+    named = getattr(type(decoder_of(module)), "_can_record_outputs", None) or {}
     recorder: Any = named.get("router_logits")
     kind = getattr(recorder, "target_class", ())
     routers = [[part for part in block.modules() if isinstance(part, kind)] for _, block in routing._blocks]
@@ -342,7 +342,7 @@ def find_routing(module: Any) -> ExpertRouting | str | None:
     """Return the routing of a model, `None` for one without experts, or the end of a sentence that says why
     its choices cannot be replayed. Nothing is run.
     """
-    layers = layers_of(module.get_decoder())
+    layers = layers_of(decoder_of(module))
     parents = {id(child): part for part in module.modules() for child in part.children()}
     layer_of = {id(part): index for index, layer in enumerate(layers) for part in layer.modules()}
     blocks: list[tuple[int, nn.Module]] = []

@@ -79,9 +79,13 @@ class StoredForm:
 
     def left_out(self, names: Iterable[str]) -> frozenset[str]:
         """Those of files' tensors that the module has no place for and transformers does not load: layers
-        that predict tokens further ahead, which DeepSeek-V3 and GLM-4.5 publish beside the model.
+        that predict tokens further ahead, which DeepSeek-V3 and GLM-4.5 publish beside the model, and what
+        sees images beside a language model (Llama 4).
         """
         patterns = [re.compile(one) for one in self._module._keys_to_ignore_on_load_unexpected or ()]
+        names, part = list(names), self._module.base_model_prefix
+        if not hasattr(self._module, part) and any(name.startswith(f"{part}.") for name in names):
+            patterns.append(re.compile(rf"^(?!{part}\.)"))
         apart = (name for name in names if self._placed(name)[0] not in self._state) if patterns else ()
         return frozenset(name for name in apart if any(one.search(name) for one in patterns))
 

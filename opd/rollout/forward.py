@@ -24,8 +24,9 @@ from torch.nn import functional
 from opd.errors import ModelError
 from opd.kernels.head import Head
 from opd.kernels.projection import DecodeWeight, wide_product
-from opd.models.attention import AttentionCall, PackedAttention, ScoreForm, softmax_with_sinks
+from opd.models.attention import AttentionCall, PackedAttention, ScoreForm, key_layer, softmax_with_sinks
 from opd.models.causal_lm import Attend, CausalLM, WeightsDigest, held_bytes, tensors_of
+from opd.models.key_choice import KeyChoice
 from opd.models.recurrence import UNMIXED, MixerCall
 from opd.rollout.batch import Band, RunningBatch, bands_of
 from opd.rollout.expert_recorder import ExpertRecorder
@@ -58,9 +59,13 @@ class PrefillAttention:
         self._key_order = key_order
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        cache = self._cache.get_layer(call.layer_index, call.key, call.value)
+        cache = self._cache.get_layer(call.kept_at, call.key, call.value)
         key = call.key if self._key_order is None else call.key.index_select(-1, self._key_order)
         self._fill(cache, key[0], call.value[0])
+        choice = call.choice
+        if choice is not None and choice.layer_index == call.layer_index:
+            keys = choice.keys[None, None]
+            self._fill(self._cache.get_layer(choice.kept_at, keys, keys[..., :0]), keys[0], keys[0, ..., :0])
         return self._packed(call)
 
     def mix(self, call: MixerCall) -> Tensor:
@@ -121,9 +126,17 @@ class CachedAttention(ABC):
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """[1, T, H, d]: the hook of `opd.models.attention`."""
-        cache = self._cache.get_layer(call.layer_index, call.key, call.value)
+        call = call.at(lambda: self.positions)
+        cache = self._cache.get_layer(call.kept_at, call.key, call.value)
         query, key, value = (x.transpose(0, 1) for x in call.packed_inputs)
-        return self.attend(cache, query, key, value, call.score_form)[None]
+        form = replace(call, chunk=None, choice=None).score_form
+        form = replace(form, chunk=call.chunk, choice=call.choice)
+        return self.attend(cache, query, key, value, form)[None]
+
+    def choice_cache(self, choice: KeyChoice) -> LayerCache:
+        """Return where the index keys of `choice` are kept."""
+        keys = choice.keys[None, None]
+        return self._cache.get_layer(choice.kept_at, keys, keys[..., :0])
 
     def mix(self, call: MixerCall) -> Tensor:
         """[T, D]: let the sequences of slots go on from their states."""
@@ -154,10 +167,28 @@ class DecodeAttention(CachedAttention):
         super().__init__(cache, positions)
         self._span = span
         self._slots = None if span.equal else torch.arange(span.rows, device=positions.device)
-        self._biases: dict[tuple[int | None, int, int], Tensor | None] = {}
+        self._biases: dict[tuple[int | None, int | None, int, int], Tensor | None] = {}
 
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """`query` [B, H, d], `key` and `value` [B, Hkv, d] of the new tokens -> [B, H, dv]."""
+        self._write(cache, key, value)
+        choice, outputs, chosen_from = form.choice, [], cache
+        if choice is not None:
+            chosen_from = self.choice_cache(choice)
+            self._write(chosen_from, choice.keys[:, None], choice.keys[:, None, :0])
+        for band in self._span.band_slices:
+            window = cache.window_slice(band.first, band.stop, band.longest)
+            case = (form.window, form.chunk, window.keys.shape[1], band.first)
+            if case not in self._biases:
+                self._biases[case] = self._make_bias(form, band.first, window.keys)
+            bias = self._biases[case]
+            if choice is not None and band.longest > choice.topk:
+                held = chosen_from.window_slice(band.first, band.stop, band.longest).keys[:, 0]
+                bias = self._chosen_bias(choice, band, held, window.keys)
+            outputs.append(attend_cached(query[band.first : band.stop], window, bias, form))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _write(self, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         if self._slots is None:
             rows, last = self._span.rows, self._span.longest - 1
             cache.keys[:rows].select(2, last).copy_(key)
@@ -165,29 +196,34 @@ class DecodeAttention(CachedAttention):
         else:
             cache.keys[self._slots, :, self.positions] = key
             cache.values[self._slots, :, self.positions] = value
-        outputs = []
-        for band in self._span.band_slices:
-            window = cache.window_slice(band.first, band.stop, band.longest)
-            case = (form.window, window.keys.shape[1], band.first)
-            if case not in self._biases:
-                self._biases[case] = self._make_bias(form.window, band.first, window.keys)
-            outputs.append(attend_cached(query[band.first : band.stop], window, self._biases[case], form))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _make_bias(self, sliding_window: int | None, first: int, keys: Tensor) -> Tensor | None:
+    def _chosen_bias(self, choice: KeyChoice, band: Band, held: Tensor, keys: Tensor) -> Tensor:
+        """[B * Hkv, 1, L] for `keys` [B, Hkv, L, d] of the slots of `band`: 0 for those that `choice` takes
+        by the index keys `held` [B, L, d], else -inf.
+        """
+        rows = torch.arange(band.first, band.stop, device=keys.device)
+        visible = torch.arange(keys.shape[2], device=keys.device) <= self.positions[rows, None, None]
+        hidden = ~choice.choose(rows, held, visible)
+        bias = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device)
+        return bias.masked_fill_(hidden, float("-inf")).repeat_interleave(keys.shape[1], 0)
+
+    def _make_bias(self, form: ScoreForm, first: int, keys: Tensor) -> Tensor | None:
         """[B * Hkv or 1, 1, L] for `keys` [B, Hkv, L, d] of the slots from `first` on: 0 if a slot sees a
         position, else -inf. `None` if all slots see everything.
         """
         span, length = self._span, keys.shape[2]
-        if sliding_window is not None and sliding_window >= span.longest:
-            sliding_window = None
-        if span.equal and sliding_window is None and length == span.longest:
+        sliding_window, chunk = (
+            None if most is None or most >= span.longest else most for most in (form.window, form.chunk)
+        )
+        if span.equal and sliding_window is chunk is None and length == span.longest:
             return None
         column = torch.arange(length, device=keys.device)
         last = self.positions[first : first + (1 if span.equal else len(keys)), None]
         hidden = column > last
         if sliding_window is not None:
             hidden |= column <= last - sliding_window
+        if chunk is not None:
+            hidden |= column < last - last % chunk
         bias = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device)
         bias = bias.masked_fill_(hidden, float("-inf"))
         return (bias if span.equal else bias.repeat_interleave(keys.shape[1], 0))[:, None]
@@ -651,9 +687,10 @@ class Runner:
         """Raise `ModelError` if a layer that sees other tokens has kept nothing of its own."""
         config = self.model.config
         kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-        wanted = {index for index, kind in enumerate(kinds) if kind not in UNMIXED}
+        wanted = {key_layer(config, index) for index, kind in enumerate(kinds) if kind not in UNMIXED}
         states = self.cache.states
-        held = self.cache.layers.keys() | (set() if states is None else states.layers.keys())
+        held = {index for index in self.cache.layers if index >= 0}  # index keys lie below
+        held |= set() if states is None else states.layers.keys()
         if held != wanted:
             raise ModelError(
                 f"{len(held)} of the {len(wanted)} layers of {config.model_type} have keys and values of"

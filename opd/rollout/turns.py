@@ -147,8 +147,8 @@ class AddedAttention(CachedAttention):
         self._padded = runner.to_device((bounds[:-1, None] + column).ravel())
         self._real = runner.to_device(np.flatnonzero(real))
         self._last = runner.to_device(cached[:, None] + column)
-        self._visible: dict[int | None, Tensor] = {}
-        """[R, 1, Q, L] bool, by sliding window: the positions that each added token sees."""
+        self._visible: dict[tuple[int | None, int | None], Tensor] = {}
+        """[R, 1, Q, L] bool, by sliding window and chunk: the positions that each added token sees."""
 
     def added_bounds(self) -> list[int]:
         """[R + 1]."""
@@ -159,19 +159,29 @@ class AddedAttention(CachedAttention):
         cache.put(self._index, key, value)
         keys, values = cache.read_slots(*self._slots, self._window)
         padded = query.index_select(0, self._padded).unflatten(0, self._shape).transpose(1, 2)
-        if form.window not in self._visible:
+        case = (form.window, form.chunk)
+        if case not in self._visible:
             last = self._last[..., None]
             column = torch.arange(self._window, device=query.device)
             mask = column <= last
             if form.window is not None:
                 mask &= column > last - form.window
-            self._visible[form.window] = mask[:, None]
+            if form.chunk is not None:
+                mask &= column >= last - last % form.chunk
+            self._visible[case] = mask[:, None]
+        visible, choice = self._visible[case], form.choice
+        if choice is not None:
+            chosen_from = self.choice_cache(choice)
+            chosen_from.put(self._index, choice.keys[:, None], choice.keys[:, None, :0])
+            if self._window > choice.topk:
+                held, _ = chosen_from.read_slots(*self._slots, self._window)
+                visible = choice.choose(self._padded, held[:, 0], visible[:, 0])[:, None]
         groups = padded.shape[1] // keys.shape[1]
         shared = groups > 1 and form.is_plain and kernels_share_heads(query.device, query.dtype)
         if groups > 1 and not shared:
             keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
         columns = max(1, SCORES // (padded.shape[0] * padded.shape[1] * keys.shape[2]))
-        blocks = zip(padded.split(columns, 2), self._visible[form.window].split(columns, 2), strict=True)
+        blocks = zip(padded.split(columns, 2), visible.split(columns, 2), strict=True)
         parts = [masked_attention(block, keys, values, form, mask, shared) for block, mask in blocks]
         attended = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         return attended.transpose(1, 2).flatten(0, 1).index_select(0, self._real)

@@ -152,6 +152,21 @@ def origin_of(folder: Path) -> frozenset[str]:
     return marks | frozenset(digests) if all(digests) else marks
 
 
+def _kv_width(text: Any) -> int:
+    """Return `ModelShape.kv_width` of a configuration: the mean if layers differ or share keys."""
+    from opd.models.attention import key_layer
+
+    kept = 0
+    for layer, one in enumerate(text.per_layer_config):
+        heads = getattr(one, "num_key_value_heads", None) or one.num_attention_heads
+        width = getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads
+        latent = [getattr(one, f"{part}_head_dim", 0) for part in ("qk_nope", "qk_rope", "v")]
+        kept += heads * (sum(latent) // 2 or width) if key_layer(text, layer) == layer else 0
+        indexes = (getattr(text, "indexer_types", None) or ["full"] * (layer + 1))[layer] == "full"
+        kept += getattr(one, "index_head_dim", 0) // 2 if indexes else 0  # index keys have no values
+    return -(-kept // text.num_hidden_layers)
+
+
 _FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
@@ -163,18 +178,15 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
     from opd.models.architecture import chosen_experts, expert_parts
     from opd.models.expert_parallel import expert_modules
     from opd.models.hf_folder import layer_windows
-    from opd.models.long_sequence import layers_of
+    from opd.models.long_sequence import decoder_of, layers_of
     from opd.models.quantisation import quantisation_of
     from opd.rollout.forward import supports_model
 
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    latent = [getattr(text, f"{part}_head_dim", 0) for part in ("qk_nope", "qk_rope", "v")]
     adapted = target_layers(module, lora.targets) if lora is not None else []
     linear = [module.get_submodule(name) for name in adapted]
     rank = lora.rank if lora is not None else 0
-    layers = layers_of(module.get_decoder())
+    layers = layers_of(decoder_of(module))
     decoded = [
         (name.rpartition(".")[2], part.weight.numel())
         for layer in (layers if supports_model(text, layers) else ())
@@ -207,5 +219,5 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
         choice_bytes=choice_bytes,
         windows=layer_windows(config),
         vocabulary=text.vocab_size,
-        kv_width=heads * (sum(latent) // 2 or width),
+        kv_width=_kv_width(text),
     )

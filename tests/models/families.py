@@ -39,7 +39,6 @@ _NAMES = (
     (r"(?<=\bholds )[\w.]+(?= as )", "T"),
     (r"(?<=\bties )[\w.]+ to [\w.]+(?=,)", "one tensor to another"),
     (r"model_type '\w+'", "this model_type"),
-    (r"\(per_layer_config, as \w+ has\)", "(per_layer_config)"),
     (r"\blayers\.\d+", "a layer"),
 )
 """Names in a sentence that differ by type, and what stands for them."""

@@ -72,6 +72,19 @@ MULTIPLIERS = {
     "residual": {"residual_multiplier": 0.3},
     "attention": {"attention_multiplier": 0.3},
 }
+_GEMMA = {"head_dim": 8, "global_head_dim": 16}
+_SHARING = {
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, SLIDING, FULL] * 2,
+    "num_kv_shared_layers": 3,
+}
+_CHOSEN = {"index_topk": 6, "index_n_heads": 8}
+"""Fewer keys than the sequences of a test have."""
+_KEYS = {
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
 _PLAIN = SHAPES | ROPES
 
 SETTINGS: dict[str, Mapping[str, dict[str, Any]]] = {
@@ -101,6 +114,42 @@ SETTINGS: dict[str, Mapping[str, dict[str, Any]]] = {
                 SLIDING: {"rope_type": "default", "rope_theta": 1e4},
             }
         },
+    },
+    "gemma4_text": {
+        # Of the published sizes: E2B and E4B, 31B, 26B-A4B.
+        "keys of earlier layers": _GEMMA | _SHARING,
+        "wide layers of shared keys": _GEMMA | _SHARING | {"use_double_wide_mlp": True},
+        "keys are values": _GEMMA | _KEYS,
+        "keys are values, experts": _GEMMA
+        | _KEYS
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+        "softcap": _GEMMA | {"final_logit_softcapping": 2.0},
+        "all kinds alike": {"head_dim": 8, "global_head_dim": 8},
+        "sees what follows": _GEMMA | {"use_bidirectional_attention": "all"},
+        "images see what follows": _GEMMA | {"use_bidirectional_attention": "vision"},
+    },
+    "gemma3n_text": {
+        "keys of earlier layers": _SHARING
+        | {"activation_sparsity_pattern": [0.9] + [0.0] * 5, "intermediate_size": 48},
+    },
+    **{name: {"chosen keys": _CHOSEN} for name in ("deepseek_v32", "axk2", "hy_v4")},
+    "glm_moe_dsa": {
+        "chosen keys": _CHOSEN,
+        "keys chosen by earlier layers": _CHOSEN
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["indexed_attention"] * 4,
+            "mlp_layer_types": ["dense", "sparse"] * 2,
+            "indexer_types": ["full", "shared"] * 2,
+        },
+    },
+    "llama4_text": {
+        # Maverick's queries and keys are not normed, and Scout's are.
+        "not normed, one expert": {"use_qk_norm": False, "num_experts_per_tok": 1},
+        "dense": {"moe_layers": []},
+        "no growth": {"attn_temperature_tuning": False},
+        "one chunk": {"attention_chunk_size": 64},
+        "no chunks": {"attention_chunk_size": None},
     },
     "phi": SHAPES | {"normed queries": {"qk_layernorm": True}, "partial": ROPES["partial"]},
     "phi3": WINDOWS | {"tied": SHAPES["tied"]},

@@ -178,7 +178,6 @@ def test_a_head_smaller_than_the_tokenizer_is_refused():
             tiny.LLAMA | {"model_type": "diffllama"},
             "attends more than once",
         ),  # a cache keeps one call a layer
-        (tiny.LLAMA | {"model_type": "gemma4_text"}, "layers of several forms"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -20,6 +20,8 @@ SOME = (
     ("llama", "partial"), ("llama", "yarn, mscale"), ("qwen2", "kinds of layers"), ("gpt2", "upcast"),
     ("gemma2", "softcaps"), ("gpt2", "scaled by layer"), ("mistral", "narrow window"), ("cohere", "scale"),
     ("granite", "logits"), ("qwen3", "window of later layers"), ("gemma3_text", "sees what follows"),
+    ("gemma4_text", "keys of earlier layers"), ("gemma4_text", "keys are values, experts"),
+    ("llama4_text", "not normed, one expert"), ("glm_moe_dsa", "keys chosen by earlier layers"),
 )  # fmt: skip
 """One of each way to be computed otherwise."""
 

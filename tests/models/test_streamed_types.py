@@ -28,7 +28,6 @@ UNPUBLISHED = {
 ONLY_SERVED = {
     "jamba": "JambaMambaMixer",
     "nanochat": "not one chain",
-    "axk2": "cannot run packed sequences",
     "inkling_text": "a bias of scores by distance",
     "diffllama": "attends more than once",
 }

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_types
 import torch
 from recipes import folder_recipe
 from safetensors.torch import load_file, save_file
+from settings import SETTINGS
+from transformers import AutoModelForCausalLM, Llama4ForConditionalGeneration
 
 from opd.errors import CheckpointError, StorageError
 from opd.models.causal_lm import CausalLM
@@ -293,3 +296,27 @@ def test_every_number_is_told_from_what_is_none(tmp_path, dtype):
             save_file({"a": changed}, tmp_path / SINGLE)
             with pytest.raises(CheckpointError, match="NaN or infinity in a"):
                 check_numbers(tmp_path)
+
+
+def test_what_sees_images_is_left_out_of_a_language_model(tmp_path: Path):
+    """Llama 4 is published with it. Gemma 4's files hold keys of layers that use those of others."""
+    config = tiny_types.tiny_config("llama4")
+    config.vision_config.num_hidden_layers = 1
+    whole = Llama4ForConditionalGeneration(config)
+    for parameter in whole.parameters():
+        parameter.data.normal_(0, 0.2)
+    whole.save_pretrained(tmp_path / "llama4")
+    sharing = SETTINGS["gemma4_text"]["keys of earlier layers"]
+    folder = tiny_types.write_folder("gemma4_text", tmp_path / "gemma4", **sharing)
+    tensors = load_file(folder / "model.safetensors")
+    unused = {
+        name.replace("layers.0", "layers.5"): tensors[name] for name in tensors if ".0.self_attn.k" in name
+    }
+    save_file(tensors | {name: one.clone() for name, one in unused.items()}, folder / "model.safetensors")
+    for path in (tmp_path / "llama4", folder):
+        ids = torch.arange(20)
+        with torch.no_grad():
+            ours = CausalLM.from_pretrained(path)
+            hidden = ours.hidden(ids, ids, [0, 20])
+            plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+            torch.testing.assert_close(ours.head().logits(hidden), plain(ids[None]).logits[0])

@@ -74,6 +74,15 @@ _INDEXER = {
     "indexer_compress_ratio": 2,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_LLAMA4 = {
+    "num_hidden_layers": 2,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+    "moe_layers": [1],
+    "floor_scale": 4,
+    "attn_scale": 0.3,
+}
+_GEMMA = {"head_dim": 8, "global_head_dim": 16}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA | {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4]},
@@ -88,12 +97,18 @@ OWN: dict[str, dict[str, Any]] = {
     "dots3_note": {"adapter_input_size": 32},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4": {"text_config": _GEMMA},
+    "gemma4_text": _GEMMA,
+    "gemma4_unified": {"text_config": _GEMMA},
+    "gemma4_unified_text": _GEMMA,
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4": {"text_config": _LLAMA4},
+    "llama4_text": _LLAMA4,
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
     "moshi": {"sliding_window": 128},  # as many as positions, as by default

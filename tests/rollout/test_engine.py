@@ -14,7 +14,7 @@ from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams, Status
 
 LEAN = ["llama", "llama-ropescaled", "mistral", "qwen2", "qwen3", "granite"]
-FAMILIES = [*LEAN, "gemma2", "cohere", "olmo2", "gpt_oss"]
+FAMILIES = [*LEAN, "gemma2", "gemma4_text", "llama4_text", "deepseek_v32", "cohere", "olmo2", "gpt_oss"]
 
 Fixture = Callable[..., Any]
 

@@ -30,7 +30,7 @@ from opd.types import SamplingParams, Status
 
 Fixture = Callable[..., Any]
 
-FAMILIES = ["llama", "qwen3", "gemma2"]
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma4_text", "llama4_text", "deepseek_v32"]
 LONGEST_PROMPT = 14
 """Of `requests_of`."""
 
