@@ -406,7 +406,7 @@ class ChunkedLayers(ChunkRunner):
         return cache
 
 
-FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "layer_norm")
+FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "layer_norm", "embedding_norm")
 """Families' names of the norm after the last layer."""
 
 
