@@ -131,6 +131,7 @@ _FIXED = {
     "model.embed_tokens.": "embedding",
     "model.norm.": "norm",
     "model.final_layernorm.": "norm",
+    "model.embedding_norm.": "norm",
     "lm_head.": "head",
 }
 _BUFFERS = (".rotary_emb.inv_freq", ".masked_bias")
@@ -140,8 +141,7 @@ _BUFFERS = (".rotary_emb.inv_freq", ".masked_bias")
 def unit_of(name: str) -> str | None:
     """Return the unit of the tensor `name`, or `None` if it is not part of the weights.
 
-    Knows the names of Hugging Face's plain decoders (Llama, Mistral, Qwen, Gemma, Granite, Cohere, Phi,
-    OLMo). Raises `StorageError` for any other name.
+    Knows the names of Hugging Face's plain decoders. Raises `StorageError` for any other name.
     """
     if name.endswith(_BUFFERS):
         return None

@@ -34,8 +34,8 @@ from opd.models.attention import (
 )
 from opd.models.hf_folder import positions_of
 from opd.models.hf_weights import disable_padding, quiet_loading
-from opd.models.long_sequence import ChunkedLayers, decoder_of, layers_of, replace_forward
-from opd.models.recurrence import UNMIXED, MixerCall, state_bytes, step_fault
+from opd.models.long_sequence import ChunkedLayers, decoder_of, layers_of
+from opd.models.recurrence import UNMIXED, MixerCall, measured_states, replace_forward, step_fault
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
@@ -51,6 +51,8 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2/3, Recurre
 _MULTIPLY_BY_LOGITS_SCALING = ("hyperclovax",)
 _NULL_SIGNS = ("NoneType", "empty() takes", "cannot access local variable")
 """Parts of what code says that computes with a null."""
+_NO_NUMBERS = ("meta tensor", "view size is not compatible", "expected scalar type", "size of dim 1 (")
+"""Parts of what code says that computes otherwise without numbers, in bfloat16, or on so few tokens."""
 _causes: dict[tuple[type, str], tuple[str, str | None]] = {}
 """Configuration -> class and reason of refusal. A run checks the same ones repeatedly."""
 
@@ -167,8 +169,10 @@ def _refusal_cause(module: Any) -> str | None:
             output = decoder(input_ids=ids, use_cache=False, attend=recorder, **positions)
     except ModelError as error:
         return str(error).rstrip(".")
-    except RuntimeError:  # its code reads numbers, and there are none yet
-        return None
+    except RuntimeError as error:
+        if isinstance(error, NotImplementedError) or any(sign in str(error) for sign in _NO_NUMBERS):
+            return None  # its code reads numbers, and there are none yet
+        return f"its sizes do not fit together ({reason_of(error).rstrip('.')}); mend its configuration"
     except Exception as error:  # transformers raises whatever its code meets
         return f"its own code cannot run packed sequences ({reason_of(error).rstrip('.')}); {ANOTHER}"
     if not hasattr(output, "last_hidden_state"):
@@ -280,8 +284,8 @@ class Recorder:
         """Layers whose queries see chosen keys."""
         self.mixed: set[int] = set()
         """Layers that carry a state."""
-        self.state_bytes = 0
-        """Bytes of all states of a sequence."""
+        self.states: list[Tensor] = []
+        """All states of a sequence."""
 
     def __call__(self, call: AttentionCall) -> Tensor:
         if call.layer_index in self.windows:
@@ -300,8 +304,22 @@ class Recorder:
             self.again = call.layer_index
         self.mixed.add(call.layer_index)
         if self._config is not None:
-            self.state_bytes += state_bytes(call, self._config)
+            self.states += measured_states(call, self._config)
         return self.attend.mix(call)
+
+
+@torch.no_grad()
+def cached_layers(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Return how many layers of a model of `config` keep keys and values, and the bytes of the states that
+    layers keep of a sequence if it computes in `dtype`. Needs layers that carry states.
+    """
+    module = empty_model(config, "the model", torch.bfloat16)  # bfloat16 multiplies experts without numbers
+    recorder = Recorder(PackedAttention([0, _TOKENS]), module.config.get_text_config())
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    module.get_decoder()(input_ids=ids, position_ids=ids, use_cache=False, attend=recorder)
+    width = {torch.bfloat16: dtype.itemsize}  # other states keep theirs
+    sizes = [state.numel() * width.get(state.dtype, state.itemsize) for state in recorder.states]
+    return len(recorder.windows), sum(sizes)
 
 
 def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
@@ -393,7 +411,8 @@ def check_attention(model: CausalLM) -> None:
             f" (difference {apart:.3g}): it mixes tokens, or hides some, elsewhere than in its attention;"
             f" {ANOTHER}."
         )
-    model.kv_numbers, model.state_bytes = recorder.kv_numbers // sum(lengths), recorder.state_bytes
+    model.kv_numbers = recorder.kv_numbers // sum(lengths)
+    model.state_bytes = sum(state.nbytes for state in recorder.states)
     cause = layers_cause(model.decoder, model.config, recorder)
     if cause is not None:
         raise ModelError(f"{type(model.module).__name__} cannot be used here: {cause}.")

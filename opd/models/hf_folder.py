@@ -459,6 +459,10 @@ def plain_form_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, s
     return (shapes, formats) if form is None else form.plain_form(shapes, formats, folder)
 
 
+_MOST_WIDTH = 1_000_000
+"""Most numbers of a hidden state."""
+
+
 def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:
     """Raise for a configuration that opd cannot read."""
     text = config.get_text_config()
@@ -470,7 +474,10 @@ def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:
         )
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
-        raise ModelError(f"{path} says num_hidden_layers {layers}; a model has one or more: mend the file.")
+        raise ModelError(f"{path} says num_hidden_layers {layers}; a model has one or more: mend it.")
+    width = getattr(config.get_text_config(), "hidden_size", None)
+    if isinstance(width, int) and width > _MOST_WIDTH:
+        raise ModelError(f"{path} says hidden_size {width:,}; no model has so many: mend it.")
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
@@ -553,11 +560,13 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         options[name] = getattr(tokenizer, name)
     try:
-        return AutoConfig.for_model(model_type, **options)
+        made = AutoConfig.for_model(model_type, **options)
     except (ValueError, TypeError, LookupError, ArithmeticError, StrictDataclassError) as error:
         raise ModelError(
             f"model.config cannot be used for model_type {model_type!r}: {reason_of(error)}"
         ) from error
+    _refuse_unusable(made, "model.config")
+    return made
 
 
 def _knows(default: PreTrainedConfig, key: str) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MethodType
@@ -24,6 +25,7 @@ from opd.errors import ModelError
 
 _WRITES = {"update_conv_state", "update_recurrent_state"}
 """Methods of transformers' cache by which a module keeps a state."""
+_NO_LIMIT = (0.0, math.inf)
 UNMIXED = ("mlp", "moe")
 """Kinds of layers in which no token sees another (Nemotron-H)."""
 IN_PIECES = (
@@ -55,11 +57,11 @@ class MixerCall:
         return output
 
 
-def state_bytes(call: MixerCall, config: PreTrainedConfig) -> int:
-    """Return the bytes of the states that a mixer of a model of `config` keeps of a sequence."""
+def measured_states(call: MixerCall, config: PreTrainedConfig) -> list[Tensor]:
+    """Return the states that a mixer of a model of `config` keeps of a sequence."""
     cache = DynamicCache(config=config)
     call.run(call.hidden[None, :2], cache)
-    return sum(state.nbytes for state in read_states(cache, call.layer_index).values())
+    return [*read_states(cache, call.layer_index).values()]
 
 
 @lru_cache(maxsize=256)
@@ -77,13 +79,46 @@ def mixers_of(module: nn.Module) -> list[Any]:
 def step_fault(module: nn.Module) -> str | None:
     """Return why `module` computes one token otherwise than many, as the end of a sentence."""
     for part in mixers_of(module):
-        least, most = getattr(part, "time_step_limit", (0.0, math.inf))
-        if (least, most) != (0.0, math.inf):
+        if _has_limit(part) and hasattr(part, "mup_vector"):  # its time steps are scaled before the limit
+            least, most = part.time_step_limit
             return (
                 f"its layer {part.layer_idx} keeps its time steps between {least:g} and {most:g}, which"
                 " transformers' code for one token does not"
             )
     return None
+
+
+def _has_limit(mixer: Any) -> bool:
+    return tuple(getattr(mixer, "time_step_limit", _NO_LIMIT)) != _NO_LIMIT
+
+
+def _run_limited(mixer: Any, hidden: Tensor, **options: Any) -> Tensor:
+    """Run `mixer` within its limits of time steps, which transformers' code for one token leaves out."""
+    if hidden.shape[1] > 1:
+        return type(mixer).forward(mixer, hidden, **options)
+    project, bias = mixer.in_proj.forward, mixer.dt_bias
+    # softplus(step + bias) is within the limits if `step` is within these.
+    least, most = (torch.special.expm1(bias.new_tensor(one)).log() - bias for one in mixer.time_step_limit)
+
+    def project_limited(states: Tensor) -> Tensor:
+        rest, step = project(states).tensor_split([-len(bias)], -1)
+        return torch.cat([rest, step.clamp(least, most).to(rest.dtype)], -1)
+
+    with replace_forward(mixer.in_proj, project_limited):
+        return type(mixer).forward(mixer, hidden, **options)
+
+
+@contextmanager
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While the block runs, calls of `module` go to `forward`, and then where they went before."""
+    original = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if original is not None:
+            module.forward = original
 
 
 def install_mixers(module: nn.Module) -> bool:
@@ -104,7 +139,8 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 
 def _mix(mixer: Any, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """Stand for the `forward` of `mixer`, as a method, so that a copy of the module calls the copy."""
-    attend, forward = options.get("attend"), partial(type(mixer).forward, mixer)
+    attend = options.get("attend")
+    forward = partial(_run_limited if _has_limit(mixer) else type(mixer).forward, mixer)
     if attend is None:
         return forward(hidden_states, *arguments, **options)
     return mix_by(attend, MixerCall(int(mixer.layer_idx), hidden_states[0], forward))[None]

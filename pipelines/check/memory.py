@@ -290,6 +290,7 @@ def _resident_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Pa
         Part("AdamW", 2 * learns * learnt_width // moments, "trainer", _LEARNS),
         Part("engine copy", copy, "engine", _WRITES | _SYNC if is_pushed else _ALWAYS),
         Part("KV cache", 0 if is_served else _cache_bytes(recipe, student), "engine", _WRITES),
+        Part("states", 0 if is_served else _fitting_slots(recipe, student)[1], "engine", _WRITES),
         *([] if is_shared or is_served else _decode_memory(recipe, decoded)),
     ]
 
@@ -503,7 +504,15 @@ def _cache_bytes(recipe: Recipe, student: ModelShape) -> int:
     length, read = _cache_window(recipe)
     if on_cuda(recipe.model.device) and model_dtype(recipe) in ("bfloat16", "float16"):
         read = max(read, -(-length // PAGE) * PAGE)
-    return min(recipe.rollout.max_running * read * cached_bytes(recipe, student), _cache_limit(recipe))
+    slots, states = _fitting_slots(recipe, student)
+    return min(slots * read * cached_bytes(recipe, student), _cache_limit(recipe) - states)
+
+
+def _fitting_slots(recipe: Recipe, student: ModelShape) -> tuple[int, int]:
+    """Return how many requests the embedded engine decodes together, and the bytes of their states."""
+    from opd.rollout.kv_cache import fit_states
+
+    return fit_states(_cache_limit(recipe), recipe.rollout.max_running, student.state_bytes)
 
 
 def _decode_memory(recipe: Recipe, student: ModelShape) -> Parts:
@@ -535,7 +544,8 @@ def _decode_memory(recipe: Recipe, student: ModelShape) -> Parts:
 
 def cached_bytes(recipe: Recipe, student: ModelShape) -> int:
     """Return the bytes of a token's keys and values."""
-    return student.layer_count * student.kv_width * 2 * WIDTH[model_dtype(recipe)]
+    attending = student.layer_count - student.recurrent
+    return attending * student.kv_width * 2 * WIDTH[model_dtype(recipe)]
 
 
 def _cache_limit(recipe: Recipe) -> int:

@@ -36,6 +36,7 @@ from opd.pipelines.check.tokenizers import (
     check_stops,
     check_tokenizer,
 )
+from opd.pipelines.stages.precision import model_dtype
 from opd.progress import set_activity
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ def check_device(recipe: Recipe) -> None:
 
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
     from opd.megatron.form import MegatronForm
-    from opd.models.architecture import check_architecture, empty_model
+    from opd.models.architecture import cached_layers, check_architecture, empty_model
+    from opd.models.causal_lm import torch_dtype
     from opd.models.expert_parallel import shares_experts
     from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
@@ -169,11 +171,17 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     elif train.expert_parallel != "auto":
         shares_experts(module, train.expert_parallel, train.expert_parallel)
     _check_routing(recipe, module, form)
+    recurrent = state_bytes = 0
     if mixers_of(module):
         _check_recurrent(recipe)
+        attending, state_bytes = cached_layers(config, torch_dtype(model_dtype(recipe)))
+        recurrent = config.get_text_config().num_hidden_layers - attending
     absent = models.lacks_weights(model.path)
     origin = origin_of(Path(model.path)) if model.path is not None and not absent else frozenset[str]()
-    models.student = replace(shape_of(config, module, model.lora), origin=origin, absent=absent)
+    shape = shape_of(config, module, model.lora)
+    models.student = replace(
+        shape, origin=origin, absent=absent, recurrent=recurrent, state_bytes=state_bytes
+    )
     size = f"{models.student.size_text}, vocabulary {id_count(models.tokenizer)}"
     return [
         Finding("ok", "student", f"{config.model_type}, {size}"),

@@ -23,6 +23,10 @@ class ModelShape:
     kv_width: int
     """Key-value heads times head size: values per token, layer and side of the cache. If keys are longer than
     values (latent attention), the mean of both."""
+    recurrent: int = 0
+    """Layers that keep no keys and values: they carry a state from token to token."""
+    state_bytes: int = 0
+    """Bytes of the states of a sequence."""
     adapters: int = 0
     """Parameters of the adapters that `model.lora` puts on it."""
     adapted: int = 0

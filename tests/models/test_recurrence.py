@@ -16,12 +16,15 @@ import torch
 from recipes import tiny_recipe
 
 from opd.errors import ModelError, OpdError, RolloutError
+from opd.models.architecture import cached_layers
 from opd.models.attention import PackedAttention
 from opd.models.causal_lm import CausalLM
 from opd.models.long_sequence import LayerMemory
 from opd.models.recurrence import mixers_of
 from opd.pipelines.check import models as doctor
 from opd.pipelines.check.checks import run_check
+from opd.pipelines.check.memory import memory_parts, sizes_of
+from opd.pipelines.check.shapes import ModelShape
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams
 
@@ -38,6 +41,8 @@ def folder(request, tmp_path_factory) -> Path:
 def test_student_and_teacher_are_what_transformers_computes(folder, tmp_path):
     bench = sweep.Bench(folder, tmp_path, sweep.plain_model(folder))
     assert sweep.as_local(bench) < sweep.EXACT
+    if "falcon" not in folder.parent.name:
+        assert sweep.as_streamed(bench) < sweep.EXACT
     assert sweep.as_student(bench) < sweep.EXACT
 
 
@@ -59,11 +64,8 @@ def requests(count: int, **more) -> list[RolloutRequest]:
     return [RolloutRequest(str(i), prompts[i], settings[i], seed=7, **more) for i in range(count)]
 
 
-@torch.no_grad()
-@pytest.mark.filterwarnings("ignore")
-def test_slots_that_move_and_wait_keep_their_states(folder):
-    """Requests of many lengths through three slots: each token has the log-probability of a packed pass."""
-    model, asked = CausalLM.from_pretrained(folder), requests(9)
+def check_written(model: CausalLM, asked: list[RolloutRequest]) -> None:
+    """Require of each token the log-probability of a packed pass, with three slots and with one."""
     found = answers(TorchEngine(model, max_running=3), asked)
     alone = answers(TorchEngine(model, max_running=1), asked)
     for one in asked:
@@ -75,6 +77,12 @@ def test_slots_that_move_and_wait_keep_their_states(folder):
         ]
         due = table[torch.arange(len(ids)), torch.tensor(ids)]
         assert float((due - torch.tensor(scores).double()).abs().max()) < sweep.EXACT
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_slots_that_move_and_wait_keep_their_states(folder):
+    check_written(CausalLM.from_pretrained(folder), requests(9))
 
 
 @torch.no_grad()
@@ -171,8 +179,53 @@ def test_the_doctor_refuses_what_only_attends(folder, changes, said):
     assert error.startswith(said)
 
 
+@torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
-def test_time_steps_that_one_token_does_not_keep_are_refused(tmp_path):
-    folder = tiny_types.write_folder("nemotron_h", tmp_path / "model")
+def test_one_token_keeps_the_limits_of_time_steps(tmp_path):
+    """The least step is so large that most are raised to it."""
+    folder = tiny_types.write_folder("nemotron_h", tmp_path / "model", time_step_min=1.5)
+    check_written(CausalLM.from_pretrained(folder), requests(3))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scaled_time_steps_within_limits_are_refused(tmp_path):
+    folder = tiny_types.write_folder("falcon_h1", tmp_path / "model", time_step_limit=(0.1, 1.0))
     with pytest.raises(OpdError, match="keeps its time steps between"):
         CausalLM.from_pretrained(folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_plan_knows_what_a_sequence_keeps(folder, dtype):
+    model = CausalLM.from_pretrained(folder, dtype=str(dtype).removeprefix("torch."))
+    config = model.config
+    attending, state_bytes = cached_layers(config, dtype)
+    kv_width = config.num_key_value_heads * model.decoder.layers[-1].self_attn.head_dim
+    assert (2 * attending * kv_width, state_bytes) == (model.kv_numbers, model.state_bytes)
+    recipe = tiny_recipe(model={"path": str(folder)}, base=None)
+    shape = ModelShape(10, 4, (None,) * 2, 15, kv_width, recurrent=2 - attending, state_bytes=state_bytes)
+    parts = sizes_of(memory_parts(recipe, shape, {}))
+    slots, most = recipe.rollout.max_running, 2 * recipe.rollout.max_new_tokens
+    assert (parts["states"], parts["KV cache"]) == (slots * state_bytes, slots * most * 4 * model.kv_numbers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"linear_num_key_heads": 3}, "its sizes do not fit together"),
+        ({"num_key_value_heads": 3}, "its sizes do not fit together"),
+        ({"linear_num_value_heads": 3}, "its sizes do not fit together"),
+        ({"hidden_size": 10**9}, "hidden_size 1,000,000,000; no model has so many"),
+        ({"num_hidden_layers": 0, "layer_types": []}, "num_hidden_layers 0; a model has one or more"),
+    ],
+)
+def test_the_doctor_refuses_a_new_model_of_impossible_sizes(tmp_path, changes, said):
+    sizes = tiny_types.tiny_config("qwen3_5_text").to_dict()
+    names = ("num_hidden_layers", "layer_types", "num_attention_heads", "num_key_value_heads", "head_dim")
+    names += ("hidden_size", "linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim")
+    config = {"model_type": "qwen3_5_text"} | {name: sizes[name] for name in names} | changes
+    tiny_types.tokenizer().save_pretrained(tmp_path)
+    recipe = tiny_recipe(model={"config": config, "tokenizer": str(tmp_path)})
+    [error] = run_check("student", lambda: doctor._check_student(recipe, {}, doctor.Models()))
+    assert error.level == "error"
+    assert said in error.detail

@@ -18,7 +18,6 @@ from opd.teachers.streamed_teacher import streamed_teachers
 
 UNPUBLISHED = {
     "gpt2": "it has no embed_tokens",
-    "lfm2": "it has no final norm",
     "exaone": "belongs to no known part of a decoder",
     "longcat_flash": "counts 4 layers where it has 2",
     "falcon": "takes none from outside",
@@ -28,6 +27,7 @@ UNPUBLISHED = {
 ONLY_SERVED = {
     "jamba": "JambaMambaMixer",
     "nanochat": "not one chain",
+    "falcon_h1": "not one chain",
     "inkling_text": "a bias of scores by distance",
     "diffllama": "attends more than once",
 }

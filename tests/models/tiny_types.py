@@ -65,7 +65,7 @@ _SIZES = {
 NUMBERS = {name: value for value, names in _SIZES.items() for name in names.split()}
 _IDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 1}
 
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 16}
 _INDEXER = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -96,6 +96,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note": {"adapter_input_size": 32},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 16},
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4": {"text_config": _GEMMA},
     "gemma4_text": _GEMMA,
@@ -112,6 +113,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
     "moshi": {"sliding_window": 128},  # as many as positions, as by default
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp": {"text_config": _INDEXER | {"ngram_vocab_size_base": 64}},
     "qwen4_exp_text": _INDEXER | {"ngram_vocab_size_base": 64},
