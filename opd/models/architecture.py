@@ -316,7 +316,7 @@ def cached_layers(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, in
     module = empty_model(config, "the model", torch.bfloat16)  # bfloat16 multiplies experts without numbers
     recorder = Recorder(PackedAttention([0, _TOKENS]), module.config.get_text_config())
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    module.get_decoder()(input_ids=ids, position_ids=ids, use_cache=False, attend=recorder)
+    decoder_of(module)(input_ids=ids, position_ids=ids, use_cache=False, attend=recorder)
     width = {torch.bfloat16: dtype.itemsize}  # other states keep theirs
     sizes = [state.numel() * width.get(state.dtype, state.itemsize) for state in recorder.states]
     return len(recorder.windows), sum(sizes)

@@ -45,7 +45,7 @@ from opd.models.key_choice import NO_MASK, KeyChoice, install_indexers
 from opd.models.recurrence import MixerCall, install_mixers
 
 ATTENTION_NAME = "opd"
-WHOLE_ONLY = "so it takes no sequence in pieces; leave batch.sequence_chunk out"
+WHOLE_ONLY = "so they take no sequence in pieces; leave batch.sequence_chunk out"
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class AttentionCall:
         """Parameters of the scores. Raises `ModelError` if they depend on positions otherwise."""
         if self.chunk is not None or self.growth is not None or self.choice is not None:
             raise ModelError(
-                f"its layer {self.layer_index} chooses keys, or attends by positions (in chunks, say),"
+                "its layers choose keys, or attend by positions (in chunks, say),"
                 f" {WHOLE_ONLY}, and set train.context_parallel to 1."
             )
         return ScoreForm(self.scaling, self.softcap, self.sliding_window, self.sinks)
@@ -118,12 +118,15 @@ def key_layer(config: Any, layer: int) -> int:
     return next((i for i, mode in enumerate(modes) if mode == "store" and kinds[i] == kinds[layer]), layer)
 
 
-def refuse_pieces(config: Any) -> None:
-    """Raise `ModelError` if layers of a text model of `config` cannot take a sequence in pieces."""
-    if "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
-        raise ModelError(
-            f"layers of a {config.model_type} model attend to keys of earlier ones, {WHOLE_ONLY}."
-        )
+def refuse_pieces(config: Any, *, shared: bool = False) -> None:
+    """Raise `ModelError` if layers of a text model of `config` cannot take a sequence in pieces, or if it is
+    only `shared` by ranks, not that.
+    """
+    kinds = {*(getattr(config, "layer_types", None) or ())} & {"chunked_attention", "indexed_attention"}
+    if kinds or ("reuse" in (getattr(config, "kv_sharing_modes", None) or ()) and not shared):
+        what = f"are of kind {min(kinds)!r}" if kinds else "attend to keys of earlier ones"
+        more = ", and set train.context_parallel to 1" if kinds else ""
+        raise ModelError(f"layers of a {config.model_type} model {what}, {WHOLE_ONLY}{more}.")
 
 
 _MASKED = 1024

@@ -99,7 +99,7 @@ class ChunkRunner(ABC):
     def _stand_in(self, layer: Layer, attends: bool) -> Layer:
         def forward(hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
             if any(one is not None for one in others):  # they would get no gradient
-                raise ModelError(f"a layer of the model takes inputs of its own, {WHOLE_ONLY}.")
+                raise ModelError(f"layers of the model take inputs of their own, {WHOLE_ONLY}.")
             if not torch.is_grad_enabled():
                 return self.prefill(hidden_states, arguments, layer, attends=attends)
             # Without it a layer behind frozen embeddings would have no input that requires a gradient.

@@ -138,7 +138,6 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     from opd.models.expert_parallel import shares_experts
     from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
-    from opd.models.recurrence import mixers_of
     from opd.pipelines.stages.domains import student_tokenizer
     from opd.pipelines.stages.student import student_remarks
 
@@ -171,9 +170,9 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     elif train.expert_parallel != "auto":
         shares_experts(module, train.expert_parallel, train.expert_parallel)
     _check_routing(recipe, module, form)
+    _check_pieces(recipe, config, module)
     recurrent = state_bytes = 0
     if mixers_of(module):
-        _check_recurrent(recipe)
         attending, state_bytes = cached_layers(config, torch_dtype(model_dtype(recipe)))
         recurrent = config.get_text_config().num_hidden_layers - attending
     absent = models.lacks_weights(model.path)
@@ -196,11 +195,15 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     ]
 
 
-def _check_recurrent(recipe: Recipe) -> None:
-    """Raise `ModelError` if a student with layers that carry a state meets what only attention does."""
-    from opd.models.recurrence import IN_PIECES
+def _check_pieces(recipe: Recipe, config: Any, module: Any) -> None:
+    """Raise `ModelError` if sequences go in pieces, or ranks share them, and the student cannot do that."""
+    from opd.models.attention import refuse_pieces
+    from opd.models.recurrence import IN_PIECES, mixers_of
 
-    if (pieces := parts_in_pieces(recipe)) or recipe.train.context_parallel != 1:
+    if not (pieces := parts_in_pieces(recipe)) and recipe.train.context_parallel == 1:
+        return
+    refuse_pieces(config.get_text_config(), shared=not pieces)
+    if mixers_of(module):
         where = f"{pieces[0]}.batch.sequence_chunk" if pieces else "train.context_parallel"
         raise ModelError(f"{where} is set, and the student carries states from token to token, {IN_PIECES}.")
 

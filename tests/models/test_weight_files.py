@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -300,7 +301,7 @@ def test_every_number_is_told_from_what_is_none(tmp_path, dtype):
 
 def test_what_sees_images_is_left_out_of_a_language_model(tmp_path: Path):
     """Llama 4 is published with it. Gemma 4's files hold keys of layers that use those of others."""
-    config = tiny_types.tiny_config("llama4")
+    config: Any = tiny_types.tiny_config("llama4")
     config.vision_config.num_hidden_layers = 1
     whole = Llama4ForConditionalGeneration(config)
     for parameter in whole.parameters():
