@@ -144,7 +144,11 @@ def test_streams_of_vllm_are_refused(model):
 
 @pytest.mark.parametrize(
     ("numbers", "words"),
-    [(np.zeros(17), "17 expert choices came"), (np.full(54, 9), "an expert that there is not")],
+    [
+        (np.zeros(17), "17 expert choices came"),
+        (np.full(54, 8), "an expert that there is not"),
+        (np.r_[np.zeros(53), -1], "an expert that there is not"),
+    ],
 )
 def test_other_choices_are_refused(numbers, words):
     routing = ServedRouting((1, 2), 3, 8, 3)
