@@ -322,7 +322,7 @@ def _in_flight(recipe: Recipe, asked: Sequence[tuple[int, int]]) -> int:
     """Return the most requests of a rank in flight in a step of `asked`: prompts, and answers to each."""
     own = math.ceil(sum(count for count, _ in asked) / (recipe.train.ranks or 1))
     early = sum(recipe.rollout.early_prompts(count) for count, _ in asked)
-    return (own + min(own, early)) * max((size for _, size in asked), default=0)
+    return (own + min(own, early)) * max(size for _, size in asked)
 
 
 def _episodes_have_one_writer(recipe: Recipe) -> None:

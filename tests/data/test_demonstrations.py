@@ -136,6 +136,9 @@ def test_of_texts_the_completion_counts_and_the_end_of_sequence(tmp_path):
     own = writes(None)
     (row,) = rows(tmp_path, {"prompt": "2+2=", "completion": "4"})
     assert shown(own, own.encode(row)) == "2+2={4<eos>}"
+    own.tokenizer.eos_token = None
+    with pytest.raises(DataError, match=r"jsonl:1: the tokenizer has no end-of-sequence token"):
+        own.encode(row)
 
 
 @settings(max_examples=cases(25), deadline=None)

@@ -118,10 +118,13 @@ def test_the_first_observation_belongs_to_the_prompt():
 
 
 def test_limits_end_an_episode_and_are_told():
-    turns = episodes(turn_tokens=3, max_turns=2)(digits_engine(), prompts(1), 2, sampling(), 0)
+    engine = Recorded(digits_engine())
+    turns = episodes(turn_tokens=3, max_turns=2)(engine, prompts(1), 2, sampling(), 0)
     tokens = episodes(params={"turns": 50}, max_turns=50)(digits_engine(), prompts(1), 4, sampling(20), 0)
     small = episodes(params={"first": "9" * 30})(digits_engine(), prompts(1), 1, sampling(20), 0)
     assert [s.metadata[EPISODE]["ended"] for s in turns[0].samples] == ["turns"] * 2
+    # An engine keeps what it has computed for a turn that will come, and for no other.
+    assert {one.continues: uid[-2:] for uid, one in engine.asked.items()} == {True: "/0", False: "/1"}
     for sample in [*tokens[0].samples, *small[0].samples]:
         assert sample.metadata[EPISODE]["ended"] == "tokens"
         assert sample.status is Status.TRUNCATED
@@ -194,6 +197,7 @@ def test_an_environment_that_fails_is_brought_back_to_where_it_was():
         ("worlds:Hangs", {}, r"step took longer than 0.05 s \(domains.a.environment.seconds\)"),
         ("worlds:Answers", {"what": "text"}, "returned a str; return opd.environments.protocol.Step"),
         ("worlds:Answers", {"what": "assistant"}, "none is the assistant's"),
+        ("worlds:Answers", {"what": "role"}, "a message is a dict with role and content"),
         ("worlds:Answers", {"what": "nan"}, "reward nan is not a finite number"),
         ("worlds:Answers", {"what": "info"}, "info an object of JSON"),
         ("worlds:Answers", {"what": "deep"}, "nested"),

@@ -36,6 +36,18 @@ async def test_what_it_raises_arrives_and_the_thread_serves_on():
     assert found == 3
 
 
+async def test_what_comes_after_nobody_waits_any_more_is_dropped_in_silence(monkeypatch):
+    loop, came, told = asyncio.get_running_loop(), threading.Event(), []
+    hand_over = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *call: (hand_over(*call), came.set()))
+    loop.set_exception_handler(lambda loop, context: told.append(context))
+    left = in_thread(lambda: 3, (), "test")
+    came.wait(60)
+    left.cancel()
+    await asyncio.sleep(0)
+    assert not told
+
+
 def test_a_process_that_was_forked_has_threads_of_its_own():
     async def call() -> int:
         return await asyncio.wait_for(in_thread(lambda: 3, (), "test"), 60)

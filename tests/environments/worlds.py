@@ -125,6 +125,7 @@ class Answers(Sum):
         return {
             "text": "hello",
             "assistant": Step([{"role": "assistant", "content": "x"}]),
+            "role": Step([{"role": None, "content": "x"}]),
             "nan": Step("", float("nan")),
             "info": Step("", 0.0, False, {"x": object()}),
             "deep": Step("", 0.0, False, {"x": deep["a"]}),

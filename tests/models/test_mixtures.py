@@ -316,6 +316,7 @@ def test_the_doctor_counts_what_a_token_uses(name: str, layers: int, tmp_path: P
     assert shape.parameters - shape.used == sum(experts.values()) * (count - chosen) // count
     assert f"of which a token uses {shape.used:,}" in shape.size_text
     assert (shape.experts, shape.expert_count) == (sum(experts.values()), count)
+    assert shape.split_experts == sum(experts.values()) // layers  # also where other layers have none
     dense = read_config(tiny_types.write_folder("llama", tmp_path / "dense"))
     assert shape_of(dense, empty_model(dense, tmp_path)).idle == 0
 

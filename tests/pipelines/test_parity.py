@@ -2,7 +2,9 @@
 
 import functools
 import io
+import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +144,8 @@ def test_the_command_prints_a_table_and_the_floor(recipe, tmp_path, ends, monkey
     path.write_text(recipe.model_dump_json(exclude_none=True))
     printed = ends(0, ["doctor", str(path), "--parity"]).out
     assert printed.count(" ok ") == 6
+    for teacher, back_end in itertools.product(("qwen", "llama"), two):
+        assert re.search(rf"^. {teacher} +. {back_end} ", printed, re.MULTILINE)
     assert printed.count("noise floor") == 2
     assert "1 responses of no token" in printed
     assert "1e-04 nats" in printed or "0.0001 nats" in printed

@@ -112,6 +112,7 @@ def test_full_run_has_every_section_and_nothing_remote(page: str) -> None:
     used = set(re.findall(r"(?:href=\"#|url\(#)([^\")]+)", page))
     assert used <= set(outline.ids)
     assert "right: 0.3" in page
+    assert "scale 0.6, density 0.5" in page
     assert "<code>/m</code></td>" in page
     assert "<code>0123456789abcdef</code>" in page
     assert "<pre>x &lt; 1\n</pre>" in page

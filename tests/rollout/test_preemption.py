@@ -252,7 +252,24 @@ def read_until(process: subprocess.Popen[str], start: str) -> str:
     pytest.fail(f"the process ended without saying {start!r}")
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("end", [Preemption.wake, Preemption.stop])
+def test_a_suspended_rollout_waits_until_it_is_woken_or_stopped(
+    end: Callable[[Preemption], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, waits = Preemption(), []
+
+    def pass_time(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            end(asked)
+
+    monkeypatch.setattr("opd.rollout.preemption.time", SimpleNamespace(sleep=pass_time, monotonic=float))
+    asked.wait()
+    asked.suspend()
+    asked.wait()
+    assert len(waits) == 3
+
+
 def test_asking_again_does_not_extend_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("opd.rollout.preemption.time", SimpleNamespace(monotonic=lambda: now[0]))

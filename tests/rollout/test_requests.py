@@ -53,8 +53,9 @@ def test_the_models_own_length_limits_too(build: Fixture) -> None:
         TorchEngine(build()[0], max_sequence=4096).generate([request(max_new_tokens=127)])
 
 
+@pytest.mark.parametrize("at_a_time", [4, 1])
 def test_resumed_requests_that_had_ended_are_reported_without_tokens(
-    build: Fixture, collect: Fixture
+    at_a_time: int, build: Fixture, collect: Fixture
 ) -> None:
     requests = [
         request("stopped", prefix=(4, 7), stop_ids=(7,), max_new_tokens=9),
@@ -62,7 +63,10 @@ def test_resumed_requests_that_had_ended_are_reported_without_tokens(
         request("nothing", max_new_tokens=0),
         request("going", prefix=(4, 7), max_new_tokens=4),
     ]
-    responses = collect(TorchEngine(build()[0]).generate(requests))
+    engine = TorchEngine(build()[0])
+    for first in range(0, len(requests), at_a_time):
+        engine.submit(requests[first : first + at_a_time])
+    responses = collect(iter(engine.next_chunk, None))
     assert {uid: (len(r.token_ids), r.status) for uid, r in responses.items()} == {
         "stopped": (0, Status.COMPLETED),
         "full": (0, Status.TRUNCATED),

@@ -103,6 +103,16 @@ def test_positions_are_those_of_a_plain_comparison(pair, elements):
             assert block.values.nbytes + len(positions) < block.count * block.values.dtype.itemsize
 
 
+@pytest.mark.parametrize(("every", "in_part"), [(1, False), (2, True)])
+def test_a_block_goes_in_part_where_that_is_less(every, in_part):
+    """A changed element is two bytes, and one that says where."""
+    old = torch.zeros(4096, dtype=torch.bfloat16)
+    new = old.clone()
+    new[::every] = 1.0
+    (block,) = changed_blocks([("t", old)], [("t", new)])
+    assert (block.positions is not None) == in_part
+
+
 @pytest.mark.parametrize("gap", [0, 1, 254, 255, 256, 510, 65534, 65535, 65536, 200_000])
 def test_gaps_of_every_size_come_back(gap):
     old = torch.zeros(gap + 3, dtype=torch.bfloat16)

@@ -92,6 +92,7 @@ def test_a_command_runs_by_the_images_digest_with_all_that_keeps_it_apart(engine
         "--security-opt=no-new-privileges", "--entrypoint=", "--log-driver=none", f"--memory={SMALL.memory}b",
         f"--memory-swap={SMALL.memory}b", f"--pids-limit={SMALL.processes + 1}", "--ulimit=cpu=200:200",
         f"--ulimit=fsize={SMALL.disk}:{SMALL.disk}", "--label=opd.sandbox",
+        f"--ulimit=nofile={SMALL.open_files}:{SMALL.open_files}",
     } <= set(given)  # fmt: skip
     calls = [word.partition("seccomp=")[2] for word in given if "seccomp=" in word]
     assert len(calls) == (name == "podman")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 from boxes import SMALL
@@ -339,9 +340,9 @@ def test_a_state_that_somebody_else_made_changes_nothing(tmp_path, path, node):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("make", ["fifo", "symlink", "folder"])
+@pytest.mark.parametrize("make", ["half", "fifo", "symlink", "folder"])
 @pytest.mark.parametrize("kind", ["objects", "manifests"])
-def test_what_is_no_file_of_a_state_is_neither_waited_for_nor_followed(tmp_path, make, kind):
+def test_what_is_no_whole_file_of_a_state_is_neither_waited_for_nor_followed(tmp_path, make, kind):
     store, content = SnapshotStore(tmp_path / "store"), b"bytes"
     (tmp_path / "home").mkdir()
     (tmp_path / "home/f").write_bytes(content)
@@ -349,7 +350,9 @@ def test_what_is_no_file_of_a_state_is_neither_waited_for_nor_followed(tmp_path,
     digest = store.store_snapshot(home, home.scan_nodes())
     (found,) = (tmp_path / "store" / kind).glob("??/*")
     found.replace(tmp_path / "elsewhere")
-    if make == "fifo":
+    if make == "half":  # which a power cut leaves
+        found.write_bytes((tmp_path / "elsewhere").read_bytes()[:-1])
+    elif make == "fifo":
         os.mkfifo(found)
     elif make == "symlink":
         found.symlink_to(tmp_path / "elsewhere")
@@ -361,6 +364,17 @@ def test_what_is_no_file_of_a_state_is_neither_waited_for_nor_followed(tmp_path,
     if make != "folder":
         assert store.store_snapshot(home, home.scan_nodes()) == digest  # in its place
         assert store.restore(digest, home, Limits()).keys() == {"f"}
+
+
+@pytest.mark.parametrize(("age", "remembered"), [(0, 0), (10**12, 1)])
+def test_only_the_digest_of_a_file_that_has_settled_is_remembered(tmp_path, monkeypatch, age, remembered):
+    """A clock of the file system is coarse: one just written may change again at the same time."""
+    home = Home(tmp_path, Limits())
+    home.write("f", b"x")
+    now = (tmp_path / "f").stat().st_ctime_ns + age
+    monkeypatch.setattr("opd.sandbox.home.time", SimpleNamespace(time_ns=lambda: now))
+    home.scan_nodes()
+    assert len(home._digests) == remembered
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from opd.errors import CheckpointError, DataError, OpdError
 from opd.metrics import read_metrics
 from opd.models.hf_folder import adapter_base
 from opd.models.peft_folder import read_peft
-from opd.models.tokenizers import end_of_turn, load_tokenizer
+from opd.models.tokenizers import after_answer, end_of_turn, load_tokenizer
 from opd.pipelines.check.models import _check_sampling
 from opd.rollout.kv_cache import unpack_kv
 from opd.rollout.prompts import Prompt, encode_prompt
@@ -161,7 +161,7 @@ def test_a_tokenizer_whose_pattern_has_no_end_is_one_sentence():
     assert end_of_turn(tokenizer, {}) is None
 
 
-def test_what_the_machine_refuses_a_library_is_not_the_prompts_fault():
+def test_what_the_machine_refuses_a_library_is_not_the_prompts_fault(monkeypatch):
     class Refusing:
         bos_token = None
 
@@ -173,3 +173,8 @@ def test_what_the_machine_refuses_a_library_is_not_the_prompts_fault():
 
     with pytest.raises(MemoryError):
         encode_prompt(Prompt.from_content("a", "x", "math"), Refusing())  # pyright: ignore[reportArgumentType]
+    tokenizer = splitting("a")
+    monkeypatch.setattr(type(tokenizer), "__call__", Refusing.__call__)
+    for read in (end_of_turn, after_answer):
+        with pytest.raises(MemoryError):
+            read(tokenizer, {})

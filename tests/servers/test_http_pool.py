@@ -381,3 +381,6 @@ async def test_looks_at_a_server_use_up_no_patience(kind):
     assert str(errors[kind]) in server.last_error
     found = server.failures + server.bad_answers, server.admitted, server.last_error
     assert found[:2] == (0, False)
+    server.resting_until = float("inf")
+    await pool.keep_server(server, is_right)
+    assert server.resting_until == float("inf")  # a look does not put the next one off

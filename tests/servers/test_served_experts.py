@@ -144,7 +144,11 @@ def test_streams_of_vllm_are_refused(model):
 
 @pytest.mark.parametrize(
     ("numbers", "words"),
-    [(np.zeros(17), "17 expert choices came"), (np.full(54, 9), "an expert that there is not")],
+    [
+        (np.zeros(17), "17 expert choices came"),
+        (np.full(54, 8), "an expert that there is not"),
+        (np.r_[np.zeros(53), -1], "an expert that there is not"),
+    ],
 )
 def test_other_choices_are_refused(numbers, words):
     routing = ServedRouting((1, 2), 3, 8, 3)
@@ -155,11 +159,11 @@ def test_other_choices_are_refused(numbers, words):
         routing.read_span("no base64!", 4, 10)
 
 
-@pytest.mark.parametrize(("first", "depth"), [(4, 3), (4, 2), (0, 3)])
-def test_a_span_is_read_with_all_layers_or_those_with_experts(first, depth):
+@pytest.mark.parametrize(("first", "depth", "experts"), [(4, 3, 8), (4, 2, 256), (0, 3, 257)])
+def test_a_span_is_read_with_all_layers_or_those_with_experts(first, depth, experts):
     """Also all of it from a server that does not know where to begin."""
-    rows = np.arange((10 - first) * depth * 3).reshape(-1, depth, 3) % 8
+    rows = experts - 1 - np.arange((10 - first) * depth * 3)[::-1].reshape(-1, depth, 3) % 8
     text = base64.b64encode(rows.astype("<i4").tobytes()).decode()
-    span = ServedRouting((1, 2), 3, 8, 3).read_span(text, 4, 10)
+    span = ServedRouting((1, 2), 3, experts, 3).read_span(text, 4, 10)
     assert span.first == first
     assert np.array_equal(span.choices, rows[:, -2:])

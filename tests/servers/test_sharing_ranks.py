@@ -4,10 +4,12 @@ how many ranks and servers there are, or on what ends meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,10 @@ from little_processes import little_processes, place_of
 from rank_processes import run_ranks
 
 from opd.models.causal_lm import CausalLM
+from opd.rollout.served_engine import ServedModel
+from opd.rollout.served_workers import Workers
+from opd.rollout.vllm_engine import VLLMVerbs
+from opd.served.http_client import PoolOptions, UnavailableError
 
 pytest.importorskip("orjson", reason="needs the extra sglang")
 pytest.importorskip("peft", reason="needs the extra lora")
@@ -47,6 +53,15 @@ def task_of(models: dict[str, Path], dialect: str, sync: str, urls: list[str], *
 def tokens_of(results: list[dict[str, Any]]) -> dict[str, list[int]]:
     assert not any("error" in one for one in results), results
     return {uid: ids for one in results for uid, ids in one["tokens"].items()}
+
+
+async def test_a_server_that_hangs_is_left_long_before_other_ranks_give_up():
+    ranks: Any = SimpleNamespace(is_alone=False, timeout=0.2, gather_json=lambda value, label: [value])
+    verbs = VLLMVerbs(ServedModel(24, 200), "processed_logprobs")
+    workers = Workers(PoolOptions(["http://127.0.0.1:9"]), None, 0, verbs, None, ranks)
+    (server,) = workers.pool.servers
+    with pytest.raises(UnavailableError, match=r"silent for 0\.05 s"):
+        await workers._limit_wait(server, asyncio.Event().wait())
 
 
 WAYS = [

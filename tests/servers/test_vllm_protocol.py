@@ -19,10 +19,13 @@ from opd.config.servers import ServerGroupConfig
 from opd.errors import ConfigError, PreemptedError, TeacherError
 from opd.pipelines.check.servers import check_kinds, check_servers
 from opd.pipelines.launch.started_server import command_of
+from opd.rollout import vllm_engine
 from opd.rollout.preemption import Preemption
-from opd.served.http_client import UnavailableError
+from opd.rollout.served_engine import ServedModel
+from opd.served.http_client import PoolOptions, UnavailableError
+from opd.served.http_pool import HTTPPool
 from opd.served.scoring import Question
-from opd.served.vllm_protocol import most_bytes, scores_of
+from opd.served.vllm_protocol import OF_NOTHING, most_bytes, scores_of
 from opd.teachers.scorer import compare_logprobs
 from opd.teachers.served_teacher import SignalNeeds
 
@@ -180,6 +183,20 @@ VALUES = [
     None, True, -1, 5, 2**70, -0.5, 0.5, 1e300, float("nan"), "", "x", [], [[]], {}, {"a": 1}, {"1": 1},
     {"1": {"logprob": "x"}}, {"1": {"logprob": -1.0}}, {str(2**70): {"logprob": -1.0}},
 ]  # fmt: skip
+
+
+async def test_checksums_are_sorted_by_rank_and_say_of_how_many(monkeypatch):
+    async def told(pool, server):
+        return {"dp0:pp0:pcp0:tp1:w": "b", "dp0:pp0:pcp0:tp0:w": "a", "dp0:pp0:pcp0:tp1:packed": OF_NOTHING}
+
+    monkeypatch.setattr(vllm_engine, "server_checksums", told)
+    verbs = vllm_engine.VLLMVerbs(ServedModel(24, 200), "processed_logprobs")
+    verbs.use_pool(HTTPPool("pool", PoolOptions(["http://127.0.0.1:9"]), TeacherError))
+    ranks, packed = await verbs._rank_checksums(verbs.pool.servers[0])
+    places = [{"tp_rank": rank, "tp_size": 2} for rank in range(2)]
+    assert [one["parallelism_info"] for one in ranks] == [[place] for place in places]
+    assert [one["checksums"] for one in ranks] == [{"w": "a"}, {"w": "b"}]
+    assert packed == {"packed"}
 
 
 def test_answers_of_any_form_are_read_or_refused():

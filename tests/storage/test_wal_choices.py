@@ -1,6 +1,7 @@
 """Expert choices in the token log: with their tokens or not at all, and shared where requests share them."""
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,8 @@ def test_positions_end_before_the_first_without_choices():
     first = Tokens(*columns, expert_choices=rows(0), expert_spans=(ExpertSpan(0, rows(1)),))
     later = Tokens(*columns, expert_choices=rows(2), expert_spans=(ExpertSpan(4, rows(3)),))
     assert first.routed_positions(3) == 4
+    assert replace(first, expert_choices=None).routed_positions(3) == 2
+    assert Tokens(*columns).routed_positions(3) == 0
     whole = choices_of([(3, first), (7, later)])
     cut = choices_of([(3, first), (8, later)])  # nobody gave position 6
     assert whole is not None

@@ -9,21 +9,29 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opd.errors import CheckpointError, ModelError, StorageError, TeacherError
+from opd.errors import CheckpointError, MissingExtraError, ModelError, StorageError, TeacherError
 
 pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)
 
 import megatron_models as models
+from recipes import tiny_recipe
 from tiny_published import publish
 
 from opd.megatron.form import MegatronForm
 from opd.ranks import process_group
+from opd.teachers import megatron_teacher
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.megatron_teacher import megatron_teachers
 from opd.teachers.schedule import Router, TeacherSchedule
 
 SAMPLES = tiny.samples(models.LENGTHS)
+
+
+def test_without_megatron_a_check_names_the_extra(monkeypatch):
+    monkeypatch.setattr(megatron_teacher, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"teacher t on Megatron-Core.*opd\[megatron\]"):
+        list(megatron_teacher.KIND.check("t", None, tiny_recipe()))
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,9 @@ def test_each_teachers_samples_are_dealt_before_all_of_them_are():
         share.assign_ranks(samples)
     found = [[len(sample.response_ids) for sample in share.local_samples(samples)] for share in shares]
     assert found == [[9, 4], [5]]  # not 9 beside 5 and 4: a rank would wait while the other reads b
+    for share in shares:
+        share.assign_ranks(samples[:1])  # of the others nothing is kept
+    assert [len(share.local_samples(samples[1:2])) for share in shares] == [1, 0]
 
 
 @given(LENGTHS)
