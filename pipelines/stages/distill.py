@@ -227,7 +227,8 @@ class Distill(Algorithm):
             if policy is not None:
                 kept_weights = weigh_tokens(sample, policy.mask, kept_scales[sample.uid])
             terms = token_terms(config, sample, policy, weights, kept_weights)
-            terms.kl_weight = self.teachers.coef_of(sample) * terms.kl_weight
+            coef = 0.0 if sample.teacher is None else self.teachers.coefs[sample.domain]
+            terms.kl_weight = coef * terms.kl_weight
             return terms
 
         update = self.teachers.build_update(

@@ -101,8 +101,17 @@ class DomainBudget:
 
     def begin_step(self, step: StepContext) -> None:
         """Set the weights and prompts of `step`. Raises `CheckpointError` for a state of no step."""
-        config = self.config
-        self._restore_state(step.memory.get(_BUDGET))
+        config, state, names = self.config, step.memory.get(_BUDGET), set(self._own)
+        if state is not None:
+            if not (
+                isinstance(state, dict)
+                and _numbers(state.get("factors")) == names
+                and _numbers(state.get("taken")) == names
+                and _numbers(state.get("first"), least=0.0) <= names
+                and all(type(count) is int and count >= 0 for count in state["taken"].values())
+            ):
+                raise damaged_memory(self._stage, "budget")
+            self._factors, self._first, self._taken = state["factors"], state["first"], state["taken"]
         if isinstance(config, ScheduledBudget):
             planned = {name: weight_at(points, step.index) for name, points in config.weights.items()}
             factors = {name: planned.get(name, own) / own for name, own in self._own.items()}
@@ -155,21 +164,6 @@ class DomainBudget:
         whole = math.fsum(asked[name] for name in found)
         return {name: asked[name] / whole / max(value, _LEAST) for name, value in found.items()}
 
-    def _restore_state(self, state: object) -> None:
-        """Take the state that the step before has left, if there was one."""
-        if state is None:
-            return
-        names = set(self._own)
-        if not (
-            isinstance(state, dict)
-            and _numbers(state.get("factors")) == names
-            and _numbers(state.get("taken")) == names
-            and _numbers(state.get("first"), least=0.0) <= names
-            and all(type(count) is int and count >= 0 for count in state["taken"].values())
-        ):
-            raise damaged_memory(self._stage, "budget")
-        self._factors, self._first, self._taken = state["factors"], state["first"], state["taken"]
-
 
 def _numbers(found: object, least: float = -_MOST) -> set[str]:
     """Return the names in `found` if it maps each to a plausible number, else one that no domain has."""
@@ -216,7 +210,11 @@ class SoftLabelStart:
         self._step = step.index
         if not step.index:
             return
-        self._foreign = self._check_state(step.memory.get(_WARM_UP))
+        state: Any = step.memory.get(_WARM_UP)
+        known = isinstance(state, list) and all(isinstance(name, str) for name in state)
+        if not known or len(set(state)) < len(state) or not set(state) <= self._routes.keys():
+            raise damaged_memory(self._context.stage, "warm-up")
+        self._foreign = state
         left = range(step.index, self.config.steps + 1)
         self.domains = frozenset(self._foreign if left else ())
         if not self.domains:
@@ -244,11 +242,12 @@ class SoftLabelStart:
         rollouts = self._student.rollouts
         if not self.domains or rollouts is None or rollouts.logs is None:
             return set()
-        return {uid for uid in rollouts.logs.tokens.uids() if self._is_later(uid)}
-
-    def _is_later(self, uid: str) -> bool:
-        _, domain, number = uid.split("/")[:3]
-        return domain in self.domains and int(number) // self._counts[domain] > self._step
+        later = set()
+        for uid in rollouts.logs.tokens.uids():
+            _, domain, number = uid.split("/")[:3]
+            if domain in self.domains and int(number) // self._counts[domain] > self._step:
+                later.add(uid)
+        return later
 
     def finish_step(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         """Decide by the first step's `metrics`, and return what this step had."""
@@ -266,10 +265,3 @@ class SoftLabelStart:
                 ", ".join(foreign) or "no domain",
             )
         return {f"warm_up/{name}": 1.0 for name in self._routes if name in self.domains}
-
-    def _check_state(self, state: Any) -> list[str]:
-        """Return the state that the first step has left."""
-        known = isinstance(state, list) and all(isinstance(name, str) for name in state)
-        if not known or len(set(state)) < len(state) or not set(state) <= self._routes.keys():
-            raise damaged_memory(self._context.stage, "warm-up")
-        return state

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import CheckpointError
+from opd.pipelines.records.layout import EPISODES, KEPT
 from opd.pipelines.stages.context import StageContext
 from opd.rollout.collect import DomainSampling
 from opd.rollout.engine_pool import EnginePool
@@ -171,9 +172,9 @@ def open_logs(context: StageContext) -> Iterator[StageLogs | None]:
         if any(domain.environment is not None for domain in context.recipe.domains.values()):
             from opd.environments.trajectory import TrajectoryLog
 
-            path = context.rank_path(folder.episodes_folder(context.stage))
-            episodes = stack.enter_context(TrajectoryLog(path, **settings))
-            retained = context.rank_path(folder.retained_episodes(context.stage))
+            stage = folder.stage_folder(context.stage)
+            episodes = stack.enter_context(TrajectoryLog(context.rank_path(stage / EPISODES), **settings))
+            retained = context.rank_path(stage / KEPT)
             open_retained = lambda: stack.enter_context(TrajectoryLog(retained, fsync="os"))  # noqa: E731
         logs = StageLogs(tokens, episodes, config.keep, open_retained)
         yield logs

@@ -21,7 +21,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.generation import generation_of
 from opd.models.token_ids import ids_of_texts
-from opd.pipelines.evaluation.measure import prompt_accuracy
+from opd.pipelines.evaluation.measure import held_out_accuracy
 from opd.pipelines.records.stage_names import of_round
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
@@ -221,8 +221,7 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
         raise TrainingError(
             f"after {config.rounds} rounds of warm-up {short}; raise base.steps, base.rounds or base.right"
         )
-    accuracies = {f"accuracy/{name}": share for name, share in accuracy.items()}
-    return result | accuracies | {"digest": student.export_model(out, context.stage_card(result))}
+    return result | accuracy | {"digest": student.export_model(out, context.stage_card(result))}
 
 
 class WarmUp(SupervisedAlgorithm):
@@ -253,22 +252,11 @@ class WarmUp(SupervisedAlgorithm):
         return {}
 
     def measure_accuracy(self, version: int) -> dict[str, float]:
-        """Return the accuracy in every domain of the present weights, which are of `version`."""
+        """Return `accuracy/DOMAIN` of the present weights, which are of `version`."""
         if version not in self._measured:
-            student, recipe = self._student, self._context.recipe
-            student.push_weights(version)
-            engine = student.evaluator
-            self._measured[version] = {
-                name: prompt_accuracy(
-                    engine,
-                    self._data,
-                    self._data.held_out(name, 500, "evaluate"),
-                    student.ways[name],
-                    seed=recipe.seed,
-                    ranks=student.ranks,
-                ).accuracy
-                for name in recipe.domains
-            }
+            self._student.push_weights(version)
+            domains = list(self._context.recipe.domains)
+            self._measured[version] = held_out_accuracy(self._student, self._data, domains, 500)
         return self._measured[version]
 
 
@@ -289,7 +277,11 @@ class _WarmUpExtent(Extent):
 
 def _describe_shortfall(accuracy: Mapping[str, float], config: WarmupConfig) -> str:
     """Describe the domains below `min_accuracy`. Empty if there are none."""
-    shares = [f"{share:.1%} in {name}" for name, share in accuracy.items() if share < config.min_accuracy]
+    shares = [
+        f"{share:.1%} in {name.removeprefix('accuracy/')}"
+        for name, share in accuracy.items()
+        if share < config.min_accuracy
+    ]
     floor = f"base.min_accuracy = {config.min_accuracy:.1%}"
     return f"the base samples fewer right answers than {floor}: {', '.join(shares)}" if shares else ""
 
