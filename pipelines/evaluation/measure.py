@@ -416,10 +416,11 @@ class EvaluationEngines:
     tokenizer: PreTrainedTokenizerBase
     student: Path
     _elsewhere: FaultTolerantRollout | None = None
+    """The recipe's engine, if that is not in this process."""
+    _here: Writer | None = None
+    """The engine of `engine_with` otherwise."""
     _form: dict[str, Any] = field(default_factory=dict)
     _version: int = 0
-    _with_weights: Writer | None = None
-    """The engine of `engine_with`."""
 
     @property
     def engine_name(self) -> str:
@@ -448,29 +449,21 @@ class EvaluationEngines:
         if other is not None:
             why = f"{other} is not the student's, so {self.engine_name} cannot hold it"
             return self._open_embedded(path), {"engine": HERE, "engine_why": why}
-        if self._elsewhere is None:
-            stops = stop_strings(recipe, self.tokenizer)
-            self._elsewhere = FaultTolerantRollout(
-                self.context.helpers.open_engines(self.student), stops=stops
-            )
-        self._version = max(self._version, self._elsewhere.policy_version) + 1
         check_folder(path)  # the weights must match their digests
-        sync_weights(self._elsewhere, stored_weights(model), self._version)
-        return self._elsewhere, {"engine": self.engine_name}
+        return self.engine_with(stored_weights(model)), {"engine": self.engine_name}
 
     def engine_with(self, weights: Weights) -> Writer:
         """Return an engine with `weights`, of the student's form, in place of the previous ones. It is the
         recipe's or one here. Raises `RolloutError` if it does not hold the weights it got.
         """
-        recipe, helpers, engine = self.context.recipe, self.context.helpers, self._with_weights
+        recipe, helpers, engine = self.context.recipe, self.context.helpers, self._elsewhere or self._here
         if engine is None and helpers is None:
             model = load_model(recipe, self.student, tokenizer=self.tokenizer)
-            engine = make_writer(recipe, model, self.tokenizer)
+            self._here = engine = make_writer(recipe, model, self.tokenizer)
         elif engine is None and helpers is not None:
             stops = stop_strings(recipe, self.tokenizer)
-            engine = FaultTolerantRollout(helpers.open_engines(self.student), stops=stops)
+            self._elsewhere = engine = FaultTolerantRollout(helpers.open_engines(self.student), stops=stops)
         assert engine is not None
-        self._with_weights = engine
         self._version = max(self._version, engine.policy_version) + 1
         sync_weights(engine, weights, self._version)
         return engine

@@ -268,7 +268,7 @@ def _comparison_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
             value = points(gap.value if comparison.outcome == "level" else abs(gap.value))
             notes = [f"{value if comparison.outcome == 'level' else value.lstrip('+')} points"]
             notes += [point_bounds(gap)] if comparison.outcome == "level" else []
-            notes += [_budget_note(merged, other)] if _budget_note(merged, other) else []
+            notes += [note] if (note := _budget_note(merged, other)) else []
             by_outcome[comparison.outcome].append(
                 f"{lower_label(model_label(other.name))} ({', '.join(notes)})"
             )

@@ -112,7 +112,7 @@ class GRPO(Algorithm):
         if isinstance(config.advantage, GAEAdvantage):
             from opd.pipelines.stages.critic import Critic
 
-            self._critic = Critic.open(context, start, self.student)
+            self._critic = Critic(context, start, self.student)
         self.data = DomainSet.open(following, self.student.tokenizer)
         self._base_kl: BaseKL | None = None
         if recipe.evaluation.base_kl_every:
