@@ -288,9 +288,7 @@ class Ranks:
         )
 
     def main_first(self, work: Callable[[], object], label: str) -> None:
-        """Run `work` on the main rank first, however long that takes, then on the others. `label` names it,
-        for errors.
-        """
+        """Run `work` on the main rank first, however long it takes, then on the others. `label` names it."""
         self._main_firsts += 1
         event = f"{self._name}/main_first/{self._main_firsts}"
         if not self.is_main:

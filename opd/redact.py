@@ -128,9 +128,7 @@ def hide_recipe_secrets(value: object) -> None:
 
 
 def _hide_url_secrets(text: str) -> None:
-    """Hide the secrets in a string that is a URL, however oddly it is written, and passwords in one that
-    holds URLs.
-    """
+    """Hide the secrets in a URL, however oddly written, and passwords in a text that holds URLs."""
     _hide_passwords(text)
     start = _URL.match(text)
     if start is None:

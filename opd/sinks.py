@@ -226,9 +226,7 @@ def require_package(name: str) -> None:
 
 
 class Sinks:
-    """The sinks of a stage, each opened with its first step. Only the constructor raises, like
-    `require_package`.
-    """
+    """A stage's sinks, each opened with its first step. Only the constructor raises, as `require_package`."""
 
     def __init__(self, names: Sequence[str], stage: Path, run_name: str = "") -> None:
         for name in names:

@@ -421,9 +421,7 @@ class MappedFile:
         return ctypes.get_errno() not in (errno.EFAULT, errno.EIO)  # older systems know no such advice
 
     def release_pages(self, start: int = 0, stop: int | None = None) -> None:
-        """Free the memory of those pages. They are read again when they are touched again. Changes to a
-        private map are lost.
-        """
+        """Free the memory of those pages until they are touched. Changes to a private map are lost."""
         self._advise_pages(mmap.MADV_DONTNEED, start, stop)
 
     def _advise_pages(self, advice: int, start: int, stop: int | None) -> int:

@@ -139,9 +139,7 @@ def decode_choices(payload: memoryview) -> LoggedChoices:
 
 
 def encode_masks(tokens: bytes | memoryview, masks: np.ndarray) -> Iterator[bytes]:
-    """Yield the payloads of the frames of sampling `masks` [B] object that come before the frame whose
-    payload is `tokens`.
-    """
+    """Yield the payloads of frames of sampling `masks` [B] object, before the frame with payload `tokens`."""
     ids = b"".join(mask for mask in masks if mask is not None)
     for start in range(0, len(ids), _LARGEST):
         part = ids[start : start + _LARGEST]

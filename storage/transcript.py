@@ -389,9 +389,7 @@ def masks_of(tokens: Tokens) -> np.ndarray | None:
 
 
 def check_masks(chunk: Chunk, most: int) -> None:
-    """Raise `RolloutError` for sampling masks of a chunk that are not those of its tokens, or have more than
-    `most`.
-    """
+    """Raise `RolloutError` for masks of a chunk that are not those of its tokens, or of more than `most`."""
     rows = chunk.sampling_masks
     if rows is None:
         return

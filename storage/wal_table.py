@@ -79,9 +79,7 @@ class ClosePayload(NamedTuple):
 
 
 def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, object]) -> bytes:
-    """Encode number and prompt of a request in binary, the rest as JSON. Raises `StorageError` for values
-    JSON cannot hold.
-    """
+    """Encode a request: number and prompt in binary, the rest as JSON. Raises `StorageError` if it cannot."""
     try:
         if all(type(key) is type(value) is str for key, value in metadata.items()):
             metadata_text = _pairs_json(tuple(metadata.items()))  # which the requests of a batch mostly share

@@ -215,9 +215,7 @@ _LOOKED_BYTES = 8 << 20
 
 
 def are_numbers(dtype: str, data: bytes | bytearray | memoryview) -> bool:
-    """Return whether `data`, elements of a safetensors type, holds neither NaN nor infinity. Integers never
-    do.
-    """
+    """Return whether `data`, of a safetensors type, holds neither NaN nor infinity. Integers never do."""
     import numpy as np  # late: run folders are opened, and refused, without it
 
     if dtype not in _EXPONENTS:

@@ -113,9 +113,7 @@ class LayerStream:
         """Its buffer, and all that its teachers add: converted layers and heads."""
         self.head_pages = HeadPages()
         self.stall_seconds = 0.0
-        """How long callers have waited for bytes; of a CUDA device's own waiting for the last copy it says
-        nothing.
-        """
+        """How long callers have waited for bytes, without a CUDA device's own waiting for the last copy."""
         self.requests: ExpertRequests | None = None
         """Of the unit in use, if its experts are asked for."""
         self._changed = threading.Condition()

@@ -93,9 +93,7 @@ def read_demonstrations(source: str, domain: str | None) -> list[Demonstration]:
 
 
 def iter_demonstrations(source: str, domain: str | None, names: set[str]) -> Iterator[Demonstration]:
-    """Yield the rows one by one; an empty file is no error. The names in the column `domain` are added to
-    `names`.
-    """
+    """Yield the rows; an empty file is no error. The names in the column `domain` are added to `names`."""
     for where, row in rows_of(Path(source), domain, names):
         yield _parse_row(where, row, domain or str(row.get("domain") or ""))
 
@@ -252,9 +250,7 @@ class DemonstrationEncoder:
     stops: Collection[int]
 
     def encode(self, row: Demonstration) -> EncodedDemonstration:
-        """Encode `row`. Raises `DataError` naming it if its tokens, or the assistant's among them, cannot be
-        determined.
-        """
+        """Encode `row`. Raises `DataError` naming it if its tokens, or the assistant's, are undetermined."""
         if row.completion is not None:
             return self._encode_texts(row.prompt, row.completion)
         try:

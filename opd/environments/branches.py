@@ -312,9 +312,7 @@ class Branches:
             )
 
     def _refuse_unread(self, request: AgentRequest, messages: Sequence[Message]) -> None:
-        """Raise `RefusedRequestError` if the chat template would not show the model the new `messages`, or
-        tools.
-        """
+        """Raise `RefusedRequestError` if the chat template would not show the model new messages or tools."""
         tools = {"tools": list(request.tools)} if request.tools else {}
         try:
             refuse_unread(self._tokenizer, messages, {**self._template, **tools}, tools)

@@ -35,9 +35,7 @@ _OBSERVED = "SaidByTheEnvironment"
 
 
 def bound_messages(messages: str | Sequence[Message], most: int) -> str | list[Message]:
-    """Shorten an environment's messages to about `most` characters. Long messages use the space that short
-    ones leave.
-    """
+    """Shorten an environment's messages to about `most` characters. Long ones use what short ones leave."""
     if isinstance(messages, str):
         return shorten_text(messages, most)
     texts = [str(one["content"]) for one in messages]

@@ -99,9 +99,7 @@ class OpenEnv:
             await session.close()
 
     async def _send_message(self, method: str, data: Mapping[str, object]) -> Any:
-        """Return the data of the server's answer. Raises `OpenEnvError`, and `_ServerRefusedError` for an
-        action that the server finds invalid.
-        """
+        """Return an answer's data. Raises `OpenEnvError`, `_ServerRefusedError` for an invalid action."""
         import aiohttp
 
         try:

@@ -40,8 +40,7 @@ class Task:
     metadata: dict[str, Any]
     """Other columns of the prompt's row."""
     seed: int
-    """In [0, 2**31): a function of the run's seed and the prompt, so that all episodes of a group share one
-    world."""
+    """In [0, 2**31): from the run's seed and the prompt, so that episodes of a group share one world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +104,7 @@ class Environment(Protocol):
 
 
 def is_success(sample: Sample, above: float) -> bool:
-    """Return True if a scored response counts as right: an episode by its environment's rule, any other if
-    its reward is above `above`.
-    """
+    """Return True if a scored response is right: an episode by its own rule, any other above `above`."""
     episode = sample.metadata.get(EPISODE) or {}
     rule = episode.get("success", above)
     if isinstance(rule, str):
@@ -138,9 +135,7 @@ def agent_function(config: EnvironmentConfig, domain: str) -> Callable[..., Any]
 
 
 def environment_class(config: EnvironmentConfig, domain: str) -> Callable[..., Environment]:
-    """Import the environment's class. Raises `ConfigError` if it is no environment, or does not take the
-    recipe's `params`.
-    """
+    """Import the environment's class. Raises `ConfigError` if it is none, or does not take `params`."""
     where = f"domains.{domain}.environment"
     path = BUILT_IN.get(config.type, config.type)
     environment: Any = import_attribute(path, where, ConfigError)

@@ -151,9 +151,7 @@ def _extract_formula(settings: MathReward, text: str) -> str | None:
 
 
 def _side_by_side(text: str) -> str | None:
-    """Return the content of the last box, as a list with boxes right before it, because two boxes are two
-    answers.
-    """
+    """Return the last box's content, as a list with boxes right before it: two boxes are two answers."""
     answer, contents, next_start = without_thoughts(text), [], 0
     for start, end, content in islice(find_boxes(answer), _FEW):
         is_apart = next_start - end > _JOINT or _BETWEEN.fullmatch(answer, end, next_start) is None

@@ -77,9 +77,7 @@ class AdapterPush(served_workers.FolderPush):
             )
 
     async def unload_adapter(self, send: Ask, server: Server, name: str) -> None:
-        """Have `server` forget the adapter `name`, once no request uses it. Raises `RefusedError` if the
-        server does not know it.
-        """
+        """Have `server` forget adapter `name`, once unused. Raises `RefusedError` if it does not know it."""
         await send(server, "POST", f"{self._verbs}/unload_lora_adapter", {"lora_name": name})
 
     async def load_base(self, send: Ask, server: Server, name: str) -> int:

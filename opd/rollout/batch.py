@@ -48,8 +48,7 @@ class EngineLimits:
     max_sequence: int
     """Prompt plus response tokens."""
     positions: int | None = None
-    """Tokens whose keys and values fit in the cache's budget, if all slots are as long as the longest.
-    `None`: no limit."""
+    """Tokens that fit in the cache's budget, if all slots are as long as the longest. `None`: no limit."""
     token_bytes: int = 0
     """Bytes of one token's keys and values."""
 
@@ -436,8 +435,7 @@ def better_order(lengths: np.ndarray, position_bytes: int) -> tuple[np.ndarray, 
 
 
 def _cut_bands(lengths: np.ndarray, price: int) -> list[Band]:
-    """Slices of least total cost: the positions read, plus `price` for each slice. They begin at one of
-    `PARTS` bounds."""
+    """Slices of least cost: positions read, plus `price` a slice. They begin at one of `PARTS` bounds."""
     bounds = np.unique(len(lengths) * np.arange(PARTS + 1) // PARTS)
     most = np.maximum.reduceat(lengths, bounds[:-1])
     longest = np.maximum.accumulate(np.triu(np.broadcast_to(most, (len(most),) * 2)), axis=1)

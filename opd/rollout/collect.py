@@ -43,9 +43,7 @@ class SamplingEngine(Protocol):
     def generate(
         self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
     ) -> Iterator[Chunk]:
-        """Stream the chunks of one request, or of several, until all have ended. Requests that `more` adds
-        meanwhile are included.
-        """
+        """Stream the chunks of requests, and of those that `more` adds meanwhile, until all have ended."""
         ...
 
 
@@ -560,9 +558,7 @@ def share_groups(
 def encode_groups(
     groups: Sequence[SampleGroup], prompts: Mapping[str, EncodedPrompt], note: object = None
 ) -> bytes:
-    """Encode `groups` and a JSON `note` as bytes, without the fields that `prompts` (by uid of the group)
-    already hold.
-    """
+    """Encode `groups` and a JSON `note`, without the fields that `prompts` (by uid of the group) hold."""
     samples = [sample for group in groups for sample in (*group.samples, *group.branches)]
     header = [
         [

@@ -104,8 +104,7 @@ class Dispatch:
         """Open requests, and the monotonic time at which each was submitted, for the deadline."""
         self._search = BadRequestSearch(pool.policy.retry.attempts)
         self.session_engines: dict[str, int] = {}
-        """Session -> the one of several engines that generates its turns, and may hold keys and values of
-        them."""
+        """Session -> the engine of several that generates its turns, and may hold their keys and values."""
         self._last_served = time.monotonic()
         """Time at which an engine was last free, resting or at work, for the silence limit."""
 

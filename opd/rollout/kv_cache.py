@@ -104,8 +104,7 @@ class LayerCache:
 
 
 Fill = Callable[[LayerCache, Tensor, Tensor], None]
-"""`fill(layer, key, value)` writes `key` and `value` [Hkv, T, d] of packed sequences into slots, layer after
-layer."""
+"""`fill(layer, key, value)` writes [Hkv, T, d] of packed sequences into slots, layer after layer."""
 
 
 @dataclass(slots=True)

@@ -132,9 +132,7 @@ class PagedCache(KVCache):
         return max(self._pages, self._pool_size(pages_of(lengths))) * PAGE
 
     def _pool_size(self, wanted: np.ndarray) -> int:
-        """Pages of a pool for slots that need `wanted` [B] pages, plus one more each, so that it rarely
-        grows.
-        """
+        """Pages of a pool for slots that need `wanted` [B], plus one more each, so that it rarely grows."""
         needed = int(wanted.sum())
         most = max(needed, self.slots * self._table.shape[1])
         return min(bucket_size(needed + len(wanted), LEAST_PAGES, PAGE_PARTS), most, self.most_pages)

@@ -55,8 +55,7 @@ class Carried:
     """The groups that stay after a step."""
 
     by_rank: list[list[list[Any]]] = field(default_factory=list)
-    """[batch, uid, begun] of each group of each rank, for a checkpoint. This rank's alone until
-    `merge_ranks`."""
+    """[batch, uid, begun] of each rank's groups, for a checkpoint. This rank's alone until `merge_ranks`."""
     uids: frozenset[str] = frozenset()
     """This rank's requests of them, which its log has to keep."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -43,9 +43,7 @@ _YOUNG = 60.0
 
 
 def mirror_places() -> list[Path]:
-    """Return folders for one server's weights, with unique names: in shared memory, and as a fallback on the
-    disk for temporary files.
-    """
+    """Return new folders for a server's weights: in shared memory, and as a fallback for temporary files."""
     name = f"{_PREFIX}{uuid.uuid4().hex}"
     return [Path(root) / name for root in _root_folders()]
 

@@ -186,9 +186,7 @@ class WeightFolder:
         self._versions.clear()
 
     def _remove_leftovers(self) -> None:
-        """Remove leftovers of this or an earlier sender. Raises `RolloutError` for a link, which may lead to
-        another's files.
-        """
+        """Remove leftovers of any sender. Raises `RolloutError` for a link, which may lead elsewhere."""
         if self.root.is_symlink():
             raise RolloutError(f"{self.root} is a link, and new weights need a folder; remove it.")
         for leftover in (*self.root.glob("version-*"), *self.root.glob(".version-*")):

@@ -82,9 +82,7 @@ class Sandbox(Protocol):
         ...
 
     async def read(self, path: str, most: int = 1 << 20) -> bytes:
-        """Return the first `most` bytes of a file. Raises `SandboxError` if it is none, or lies out of the
-        home.
-        """
+        """Return the first `most` bytes of a file. Raises `SandboxError` for none, or one out of the home."""
         ...
 
     async def write(self, path: str, data: bytes) -> None:

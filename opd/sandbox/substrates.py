@@ -133,9 +133,7 @@ def run_command(
 
 
 def _read_outcome(data: bytes, workspace: Workspace) -> Outcome:
-    """Decode the report of `warden.py`, or report its absence. Raises `SandboxError` if a container's engine
-    failed.
-    """
+    """Decode the report of `warden.py`, or report its absence. Raises `SandboxError` if an engine failed."""
     limits = workspace.limits
     if len(data) < LENGTH.size:
         return Outcome(None, killed_by="sandbox")

@@ -78,9 +78,7 @@ _STARTED = re.compile(rb"^process_start_time_seconds (\S+)$", re.MULTILINE)
 CONTROL_BYTES = 8 * 2**20
 """Most bytes of an answer that is about a server and not about tokens."""
 _READ = 2**16
-"""Bytes of an answer of which an error may show some. They are more, so that no secret is cut before it is
-known.
-"""
+"""Bytes of an answer of which an error may show some: more, so that no secret is cut unseen."""
 SAID_IN_JSON = ("/generate", "/v1/completions", "/weights_checker", "/weight_checker")
 """Paths that must answer with JSON. Other POST requests may be answered by a line of text."""
 RETRIED = (408, 425, 429, 500, 502, 503, 504)

@@ -449,9 +449,7 @@ class UrlsFile:
         self._said = ""
 
     def new_urls(self) -> list[str]:
-        """Return new URLs, each once, or none before the next read is due. A line that is no URL is logged
-        and left out.
-        """
+        """Return new URLs, each once, none before the next read is due. A line that is no URL is logged."""
         now = time.monotonic()
         if now < self._due:
             return []

@@ -217,8 +217,7 @@ class Reinforce:
 
 
 ROUNDING = 1e-12
-"""Relative difference of equal numbers from their mean that rounding explains (float64, very many
-numbers)."""
+"""Relative difference of equal numbers from their mean by rounding (float64, very many numbers)."""
 
 
 @dataclass(slots=True)

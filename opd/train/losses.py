@@ -198,8 +198,7 @@ POLICY_LOSSES: dict[type, Callable[..., tuple[Tensor, PolicyStats]]] = {
     GSPOLoss: gspo_policy_loss,
     CISPOLoss: cispo_policy_loss,
 }
-"""The loss of each settings class, called with `(logprobs, old_logprobs, advantages, settings, mask,
-sequences)`."""
+"""Loss by settings class, called with `(logprobs, old_logprobs, advantages, settings, mask, sequences)`."""
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor | None) -> Tensor:

@@ -65,9 +65,7 @@ def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
 
 
 def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], models: Models) -> list[Finding]:
-    """Check that the sets' prompts can be encoded and leave tokens for their responses, also by teachers
-    with a tokenizer of their own.
-    """
+    """Check that prompts of sets can be encoded, by teachers with a tokenizer of their own too, and fit."""
     from opd.teachers.skeleton import small_files
 
     findings: list[Finding] = []

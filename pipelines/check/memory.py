@@ -346,9 +346,7 @@ def _copy_bytes(recipe: Recipe, student: ModelShape, learns: int, width: int) ->
 def _teacher_memory(
     recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], answers: Mapping[str, int]
 ) -> Parts:
-    """Return the memory of following the recipe's teachers, beside training. `answers` are a step's responses
-    by domain.
-    """
+    """Return the memory of following teachers, beside training. `answers`: a step's responses by domain."""
     from opd.kernels.projection import CHUNK, CHUNK_DEVICE
 
     width = WIDTH[model_dtype(recipe)]

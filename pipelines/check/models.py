@@ -440,9 +440,7 @@ def read_published(source: str) -> None:
 
 
 def unreadable_teachers(teachers: Mapping[str, str], look: Callable[[str], None]) -> dict[str, OpdError]:
-    """Return the errors of published teachers that cannot be read. All are tried concurrently because each
-    may take a while to fail.
-    """
+    """Return the errors of unreadable published teachers. All are tried at once: each may take a while."""
     from opd.teachers.skeleton import is_published
 
     published = {name: source for name, source in teachers.items() if is_published(source)}

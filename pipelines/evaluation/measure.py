@@ -165,8 +165,7 @@ def maj_at(answers: Sequence[str], right: Sequence[bool], k: int) -> float:
 
 
 CORRECT_ABOVE = 0.5
-"""A response is right if its reward is above this (checkers answer 0 or 1), an episode by
-`environment.success`."""
+"""A response is right above this reward (checkers answer 0 or 1), an episode by `environment.success`."""
 EPISODES = 8
 """Stored single episodes of each domain."""
 
@@ -356,9 +355,7 @@ def several_answer_metrics(
 
 
 def episode_statistics(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the statistics of episodes: means, endings, and the first episode of a few prompts. Empty for
-    single answers.
-    """
+    """Return means and endings of episodes, and the first of a few prompts. Empty for single answers."""
     played = [(sample, sample.metadata[EPISODE]) for sample in samples if sample.metadata.get(EPISODE)]
     if not played:
         return {}

@@ -100,9 +100,7 @@ class StartedGroup:
     def start_servers(
         cls, name: str, config: ServerGroupConfig, model: Path, logs: Path, place: ServerPlace | None = None
     ) -> StartedGroup:
-        """Begin to start all servers of the group, or the one of `place`. See `wait`. Raises `LaunchError` if
-        it cannot.
-        """
+        """Begin to start the group's servers, or the one of `place`. See `wait`. Raises `LaunchError`."""
         logs.mkdir(parents=True, exist_ok=True)
         key = key_of([config], logs)
         places = [ServerPlace(number, HOST) for number in range(config.count)] if place is None else [place]

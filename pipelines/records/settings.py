@@ -88,9 +88,7 @@ class SettingChange:
 
     @property
     def concerns_servers(self) -> bool:
-        """It concerns the place, start, calls or weights of servers. Their computation is verified before use
-        in any case.
-        """
+        """It concerns the place, start, calls or weights of servers, whose computation is verified anyway."""
         match self.path:
             case ("servers", _, "arguments", name):
                 return name not in COMPUTED
@@ -247,9 +245,7 @@ class RecordedChange:
         return cls(time, change.name, old, new, steps, done)
 
     def format_change(self) -> str:
-        """Format as `specialist.optim.lr 0.001 -> 0.0003 (specialist-a after step 6; done before:
-        specialist-b)`.
-        """
+        """Format as `specialist.optim.lr 0.001 -> 0.0003 (specialist-a after step 6; done before: merge)`."""
         goes_on = ", ".join(
             f"{name} after step {step}" if step else name for name, step in self.stages.items()
         )

@@ -70,9 +70,7 @@ class Runs:
 
     @cached_property
     def seed_groups(self) -> list[list[int]]:
-        """Indices of runs that share all settings but the seed, in order, of groups of more than one. A mean
-        over these makes sense.
-        """
+        """Indices of runs that differ in the seed alone, in order, of two or more: a mean makes sense."""
         groups: dict[tuple[str, ...], list[int]] = {}
         settings = [row[1:] for row in self.settings() if row[0] != "seed"]
         for index in range(len(self.runs)):

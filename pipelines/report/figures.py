@@ -477,9 +477,7 @@ def merge_and_baselines(run: Run, cues: ChartCues) -> list[Series]:
 
 
 def _metric_line(stage: StageResult, key: str, cue: Cue, against: str = _TOKENS) -> Series | None:
-    """Return a metric's line. `None` if `stage` logged fewer than two values of `key`, or no tokens to draw
-    them against.
-    """
+    """Return a metric's line, `None` with fewer than two values, or no tokens to draw them against."""
     steps, tokens, values = stage.column_values(key)
     x = tokens if against == _TOKENS else steps
     if len(values) < 2 or x[-1] <= x[0]:

@@ -389,9 +389,7 @@ def episodes_tables(run: Run) -> Iterator[tuple[str, Table, str, Table]]:
 
 
 def contamination_table(run: Run) -> Table | None:
-    """Return domain or set -> evaluation prompts in training texts, with an example of each. `None` if
-    nothing was compared.
-    """
+    """Return domain or set -> evaluation prompts in training texts, and an example. `None`: not compared."""
     rows = []
     for name, matches in run.contamination.get("found", {}).items():
         count, prompts = int(matches["contaminated"]), int(matches["prompts"])

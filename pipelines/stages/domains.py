@@ -99,9 +99,7 @@ def sequence_limit(
 
 
 def sequence_positions(config: PreTrainedConfig, recipe: Recipe, limit: int) -> int:
-    """Return the tokens of a sequence for a model's configuration. It is `limit`, or the positions without
-    those reserved by servers.
-    """
+    """Return the tokens of a sequence: `limit`, or the positions of `config` without servers' own."""
     positions = positions_of(config)
     return limit if positions is None else min(limit, positions - recipe.kept_by_servers)
 
@@ -125,9 +123,7 @@ def prompt_capacity(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: 
 
 
 def template_arguments(recipe: Recipe, domain: str) -> dict[str, Any]:
-    """Return the chat template's arguments for prompts of `domain`: the recipe's, and its environment's
-    tools.
-    """
+    """Return the chat template's arguments for prompts of `domain`: the recipe's, an environment's tools."""
     config = recipe.domains[domain].environment
     # An agent brings its own with each request.
     tools = [] if config is None or config.agent_path is not None else tools_of(config, domain)

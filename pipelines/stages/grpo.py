@@ -358,9 +358,7 @@ class GRPO(Algorithm):
 
 
 def _split_episodes(samples: list[Sample], parts: int) -> list[list[Sample]]:
-    """Split `samples` into at most `parts` consecutive slices of nearly as many responses, none empty.
-    Branches stay with their episode.
-    """
+    """Split into at most `parts` slices of nearly as many responses, none empty. Branches stay together."""
     episodes = [list(branches) for _, branches in groupby(samples, key=lambda sample: sample.episode)]
     parts = min(parts, len(episodes))
     bounds = [round(i * len(episodes) / max(parts, 1)) for i in range(parts + 1)]

@@ -138,9 +138,7 @@ class StageRollout:
             self.logs.retire(uids)
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
-        """Return counts of requests, engines and log since the last call, as metrics. They are added to
-        `totals`.
-        """
+        """Return counts of requests, engines and log since the last call, as metrics. Adds to `totals`."""
         counters = {f"rollout/{name}": value for name, value in self.engine.take_counters().items()}
         if self.logs is not None:
             before, self._counted_seconds = self._counted_seconds, self.logs.tokens.write_seconds
@@ -189,9 +187,7 @@ def fault_tolerant(
     stops: StopStrings | None,
     in_flight: KVFile | None = None,
 ) -> FaultTolerantRollout:
-    """Wrap `engine_pool` with the log of tokens. Its engines leave when the stage is to stop. `in_flight`
-    stores keys and values.
-    """
+    """Wrap `engine_pool` with a log of tokens, until the stage is to stop. `in_flight`: keys and values."""
     return FaultTolerantRollout(
         engine_pool,
         None if logs is None else logs.tokens,

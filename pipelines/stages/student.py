@@ -444,8 +444,7 @@ class Student:
         return self.rollouts
 
     def record_masks(self) -> None:
-        """Let embedded engines, here or on Ray, give the tokens with their sampling masks, which the trainer
-        replays."""
+        """Let embedded engines, here or on Ray, give tokens with their sampling masks, for the trainer."""
         self.records_masks = True
         for engine in self.engine_pool.engines:
             if (record := getattr(engine, "record_masks", None)) is not None:
@@ -466,9 +465,7 @@ class Student:
     def sample_groups(
         self, prompts: Sequence[EncodedPrompt], group_size: int, engine: SamplingEngine, batch: int = 0
     ) -> list[SampleGroup]:
-        """Sample the responses of `batch` through `engine`, a wrapper of the student's own. Each rank samples
-        its share.
-        """
+        """Sample this rank's share of `batch` through `engine`, a wrapper of the student's own."""
         ways = self.ways if self.rollouts is None else self.rollouts.ways
         seed = self.recipe.seed
         generate = partial(generate_groups, engine, group_size=group_size, settings=ways, seed=seed)

@@ -261,8 +261,7 @@ class WarmUp(SupervisedAlgorithm):
 
 
 _MORE_ROUNDS = "rounds_more"
-"""Counter: rounds after the first one. It is in every checkpoint, so that a resumed stage ends at the same
-step."""
+"""Counter: rounds after the first. Checkpoints have it, so that a resumed stage ends at the same step."""
 
 
 class _WarmUpExtent(Extent):

@@ -395,9 +395,7 @@ def resolve_address(launch: RayLaunch) -> str:
 
 
 def check_head(address: str, seconds: float = PROBE_SECONDS) -> None:
-    """Raise `LaunchError` unless a Ray head answers at `address` (HOST:PORT). Ray itself would try for
-    minutes.
-    """
+    """Raise `LaunchError` unless a Ray head answers at `address` (HOST:PORT). Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise LaunchError(f"launch.address is {address!r}, but must be HOST:PORT, or auto.")

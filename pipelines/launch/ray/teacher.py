@@ -128,9 +128,13 @@ class RayTeacher:
         """The actor has loaded its teachers since its last start."""
 
     @cached_property
+    def _digest(self) -> str:
+        return str(self._call_actor("digest", None))
+
+    @property
     def digest(self) -> str:
         """Digest of its weights."""
-        return str(self._call_actor("digest", None))
+        return self._digest
 
     def begin_scoring(self, samples: Sequence[Sample]) -> None:
         """Begin to score `samples`. `score` of the same samples waits for the result."""

@@ -167,9 +167,7 @@ class TrainerActor:
 
     @contextmanager
     def _trainer_lock(self) -> Iterator[None]:
-        """Hold the run's trainer lock. An earlier trainer may live on unreachable, and must not write into
-        the folder too.
-        """
+        """Hold the run's trainer lock. An earlier trainer may live on unreachable, and must not write too."""
         from opd.storage.files import FileLock
 
         lock, until = FileLock(Path(self._spec.folder) / ".trainer.lock"), time.monotonic() + PATIENCE
