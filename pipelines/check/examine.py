@@ -54,16 +54,6 @@ _DEMONSTRATIONS = 500
 """Demonstrations that the check encodes. The stage encodes all of them first."""
 
 
-def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
-    """Load every evaluation set into `sets`, with its reward."""
-    findings: list[Finding] = []
-    of_sets = recipe.of_sets()
-    for name in of_sets.domains:
-        checked = run_check(f"domain {name}", _check_set, recipe, of_sets, name, sets)
-        findings += _with_set_names(recipe, checked)
-    return findings
-
-
 def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], models: Models) -> list[Finding]:
     """Check that prompts of sets can be encoded, by teachers with a tokenizer of their own too, and fit."""
     from opd.teachers.skeleton import small_files
@@ -223,9 +213,12 @@ def run_checks(
         findings += check_domains(recipe, domains)
         failed = {finding.title for finding in findings if finding.level == "error"}
         sound = {name: domain for name, domain in domains.items() if f"domain {name}" not in failed}
-        findings += check_sandbox(recipe) + check_sandbox(recipe.of_sets()) + check_rewards(recipe, sound)
+        of_sets = recipe.of_sets()
+        findings += check_sandbox(recipe) + check_sandbox(of_sets) + check_rewards(recipe, sound)
         findings += check_environments(recipe, sound)
-        findings += check_sets(recipe, sets)
+        for name in of_sets.domains:
+            checked = run_check(f"domain {name}", _check_set, recipe, of_sets, name, sets)
+            findings += _with_set_names(recipe, checked)
         findings += run_check("storage.published", check_publishing, recipe)
     if thorough or not _has_errors(findings):
         findings += _check_with_models(recipe, path, domains, sets, findings, thorough)

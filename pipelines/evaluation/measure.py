@@ -36,9 +36,10 @@ from opd.pipelines.stages.student import (
     with_stop_strings,
 )
 from opd.ranks import Ranks
-from opd.rollout.collect import DomainSampling, EncodedPrompt, SamplingEngine, write_shared
+from opd.rollout.collect import DomainSampling, EncodedPrompt, SamplingEngine
 from opd.rollout.engine_pool import LockstepEngine
 from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.shared_groups import write_shared
 from opd.rollout.weight_sync import Weights, sync_weights
 from opd.types import Sample, SampleGroup, Status, prompt_text
 

@@ -220,18 +220,13 @@ class SoftLabelStart:
         if not self.domains:
             self._answers = {}
         elif step.index not in self._answers:
-            self._answers = self._write_answers(left)
-
-    def _write_answers(self, steps: range) -> dict[int, list[Sample]]:
-        """Return the teachers' answers to the prompts of `steps`. Logged ones are not written again."""
-        rollouts = self._student.rollouts
-        logs = None if rollouts is None else rollouts.logs
-        asked = dict.fromkeys(self._foreign, steps)
-        written = teacher_samples(self._context, self._data, self._student, logs, asked)
-        for step, samples in written.items():
-            for sample in samples:  # a teacher's answers have no age
-                sample.policy_versions = np.full(len(sample.response_ids), step, np.int32)
-        return written
+            rollouts = self._student.rollouts
+            logs = None if rollouts is None else rollouts.logs
+            asked = dict.fromkeys(self._foreign, left)
+            self._answers = teacher_samples(self._context, self._data, self._student, logs, asked)
+            for index, samples in self._answers.items():
+                for sample in samples:  # a teacher's answers have no age
+                    sample.policy_versions = np.full(len(sample.response_ids), index, np.int32)
 
     def given_groups(self, index: int) -> list[SampleGroup]:
         """Return the teachers' groups of step `index`, which has begun."""

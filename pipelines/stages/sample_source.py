@@ -17,8 +17,9 @@ from opd.pipelines.stages.samples import SampleBuffer, StepSamples
 from opd.pipelines.stages.stage_rollout import StageRollout
 from opd.pipelines.stages.student import Student
 from opd.rollout.ahead import RolloutAhead
-from opd.rollout.collect import EncodedPrompt, SamplingEngine, share_groups
+from opd.rollout.collect import EncodedPrompt, SamplingEngine
 from opd.rollout.partial import Carried, PartialRollouts
+from opd.rollout.shared_groups import share_groups
 from opd.types import Sample, SampleGroup
 
 

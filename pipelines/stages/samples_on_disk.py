@@ -33,13 +33,13 @@ from opd.rollout.collect import (
     SamplingEngine,
     collect,
     generate_groups,
-    in_step,
     is_played,
     start_episodes,
     stream_samples,
 )
 from opd.rollout.requests import RequestWriter
 from opd.rollout.rewards import RewardRunner
+from opd.rollout.shared_groups import in_step
 from opd.rollout.streams import More, as_list, with_note
 from opd.storage.sample_lot import EVERY_FIELD
 from opd.storage.sample_store import SampleStore

@@ -36,16 +36,15 @@ from opd.rollout.collect import (
     EncodedPrompt,
     Generate,
     SamplingEngine,
-    WriterBarrier,
     generate_groups,
     load_generate,
-    write_shared,
 )
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.kv_cache import kv_budget
 from opd.rollout.request_state import StopStrings
 from opd.rollout.sharded import ModelSharing
+from opd.rollout.shared_groups import WriterBarrier, write_shared
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights
 from opd.train.backend import Backend, TrainingSettings

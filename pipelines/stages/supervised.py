@@ -40,8 +40,9 @@ from opd.pipelines.stages.student import (
 )
 from opd.pipelines.stages.teachers import whole_teacher
 from opd.progress import set_activity
-from opd.rollout.collect import generate_groups, write_shared
+from opd.rollout.collect import generate_groups
 from opd.rollout.engine_pool import EnginePool
+from opd.rollout.shared_groups import write_shared
 from opd.teachers.schedule import Router
 from opd.train.loss_weights import normalised_scales, policy_scales, token_weights, turn_shares, turns_of
 from opd.train.optimizer import learning_rate
