@@ -58,9 +58,8 @@ def object_path(path: str) -> str:
         or any(part in ("", ".", "..") or len(os.fsencode(part)) > _MAX_NAME_BYTES for part in parts)
     ):
         raise StorageError(
-            f"{safe_excerpt(path)!r} names no object below a store; it has parts of at most"
-            f" {_MAX_NAME_BYTES} bytes"
-            " between single slashes, none of them `.` or `..`."
+            f"{safe_excerpt(path)!r} names no object below a store; it has parts of at most {_MAX_NAME_BYTES}"
+            " bytes between single slashes, none of them `.` or `..`."
         )
     return path
 

@@ -233,9 +233,8 @@ class ObjectStore(ABC):
         size = self.size(path)
         if most is not None and size > most:
             raise StorageError(
-                f"{self.object_address(path)} has {size} bytes where at most {most} are read; check the"
-                " URL, or publish"
-                " the model again."
+                f"{self.object_address(path)} has {size} bytes where at most {most} are read; check the URL,"
+                " or publish the model again."
             )
         require_memory(size, self.object_address(path))
         return self.get_range(path, 0, size)
@@ -377,9 +376,8 @@ class LocalStore(ObjectStore):
         except OSError as error:
             mend = limit_fix(error, "free disk space or check permissions")
             raise StorageError(
-                f"{self.object_address(path)} cannot be written ({error.strerror or error}); {mend}, then"
-                " run the"
-                " command again, a run with --resume."
+                f"{self.object_address(path)} cannot be written ({error.strerror or error}); {mend}, then run"
+                " the command again, a run with --resume."
             ) from error
 
     def _read(self, request: RangeRequest) -> None:
@@ -419,8 +417,7 @@ class LocalStore(ObjectStore):
         if not target.parent.resolve().is_relative_to(self.folder.resolve()):
             raise StorageError(
                 f"{self.object_address(path)} would be written outside of {self.url}, where a link leads;"
-                " remove the"
-                " link."
+                " remove the link."
             )
         return target
 

@@ -251,8 +251,7 @@ class PublishedModel:
         if size != due:
             raise StorageError(
                 f"{self.store.object_address(path)} has {size} bytes where its manifest says {due}; publish"
-                " the model"
-                " again."
+                " the model again."
             )
         self._sized.add(shard)
 
@@ -262,15 +261,13 @@ class PublishedModel:
         if (size := self.store.size(path)) != entry.size:
             raise StorageError(
                 f"{self.store.object_address(path)} has {size} bytes where its manifest says {entry.size};"
-                " delete the"
-                " object and publish the model again."
+                " delete the object and publish the model again."
             )
         data = self.store.get_range(path, 0, entry.size)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise StorageError(
                 f"{self.store.object_address(path)} bytes 0-{entry.size} are corrupt: the sha256 differs;"
-                " delete the"
-                " object and publish the model again."
+                " delete the object and publish the model again."
             )
         return data
 

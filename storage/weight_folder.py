@@ -229,8 +229,7 @@ def no_number(folder: Path, name: str) -> CheckpointError:
     """Return the error for a tensor that holds NaN or infinity."""
     return CheckpointError(
         f"{folder} holds NaN or infinity in {safe_excerpt(name)}, as after a training that diverged or a"
-        " conversion"
-        " that overflowed; give a model whose weights are numbers, such as an earlier checkpoint."
+        " conversion that overflowed; give a model whose weights are numbers, such as an earlier checkpoint."
     )
 
 

@@ -155,8 +155,7 @@ class Conversation:
         except Exception as error:  # tokenizers raise errors of any kind
             raise RolloutError(
                 f"the tokenizer cannot encode {safe_excerpt(text)} ({reason_of(error)}); give the model one"
-                " that has"
-                " tokens for every character, or let the environment say what it can."
+                " that has tokens for every character, or let the environment say what it can."
             ) from error
 
 

@@ -551,8 +551,7 @@ class Workers:
         if reported != name:
             raise RolloutError(
                 f"after the push of version {name} {server.url} says it holds {safe_excerpt(reported)}; let"
-                " nobody else"
-                " give it weights, and --resume."
+                " nobody else give it weights, and --resume."
             )
         self._proved[server.url] = name
         await self._reclaim_memory(server, REST)

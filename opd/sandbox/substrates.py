@@ -149,8 +149,7 @@ def _read_outcome(data: bytes, workspace: Workspace) -> Outcome:
         if report["fault"] is not None:
             raise SandboxError(
                 f"a command did not run as it should in {workspace.container}"
-                f" ({safe_excerpt(report['fault'], 300)});"
-                " see that its engine works and the image is there"
+                f" ({safe_excerpt(report['fault'], 300)}); see that its engine works and the image is there"
             )
         if killed is None:
             bounded_integer(status, -255, 255, "an exit status")

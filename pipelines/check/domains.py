@@ -391,8 +391,7 @@ def _check_reads(title: str, reads: Sequence[str], kind: str) -> list[Finding]:
         elif private:
             detail = (
                 f"params.sandbox.reads has {safe_excerpt(path)}, where commands have a {private[0]} of their"
-                " own; name"
-                " the files and folders in it that they are to read"
+                " own; name the files and folders in it that they are to read"
             )
         else:
             continue
