@@ -236,7 +236,6 @@ class Ranks:
         return [json.loads(message) for message in self.gather(json.dumps(mine).encode(), label)]
 
     def any_rank(self, flag: bool, label: str) -> bool:
-        """Return whether the flag is set on any rank."""
         return flag if self.is_alone else any(self.gather_json(flag, label))
 
     def max_over_ranks(self, count: int, label: str) -> int:

@@ -38,11 +38,8 @@ class MetricsTarget:
     """The stage whose metrics they are, and their folders."""
 
     stage: Path
-    """Folder of the stage."""
     run: Path
-    """Folder of the run."""
     name: str
-    """Name of the run."""
     id: str
     """Identity of all the stage's attempts: random, and the same after a resume."""
 
@@ -243,7 +240,6 @@ class Sinks:
                 self._write_sink(name, step, row)
 
     def close(self) -> None:
-        """Close them."""
         for name, sink in list(self._open.items()):
             with self._warn_on_error(name, "was not closed"):
                 if sink is not None:

@@ -439,7 +439,6 @@ def parse_command(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _command_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of the commands by name."""
     return next(
         action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     )

@@ -294,7 +294,6 @@ class Manifest:
 
     @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors, by name."""
         return {name: entry.shape for unit in self.units.values() for name, entry in unit.tensors.items()}
 
     @property

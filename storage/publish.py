@@ -130,8 +130,6 @@ class ModelForm:
 
 @dataclass(frozen=True, slots=True)
 class PublishResult:
-    """Result of `publish`."""
-
     manifest: Manifest
     written: bool
     """False if the same bytes had been published already."""

@@ -39,7 +39,6 @@ class Tokens:
 
     @classmethod
     def empty(cls) -> Tokens:
-        """Return no tokens."""
         return cls(*_NOTHING)
 
     @classmethod

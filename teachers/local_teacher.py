@@ -88,7 +88,6 @@ class LocalTeacher:
 
     @property
     def digest(self) -> str:
-        """Digest of the weights."""
         return self._digest
 
     @torch.no_grad()

@@ -402,7 +402,6 @@ class MegatronTeacher:
 
     @property
     def digest(self) -> str:
-        """Digest of the weights."""
         return self.source.digest
 
     @property

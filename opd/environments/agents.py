@@ -53,8 +53,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AgentOutcome:
-    """The result of an agent."""
-
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     answer: tuple[str, int] | None = None

@@ -40,9 +40,7 @@ class BranchTurn:
     """One turn of the model: its context and its tokens."""
 
     uid: str
-    """Uid of its request."""
     parent: BranchTurn | None
-    """The turn that it continues."""
     added: np.ndarray
     """[A] int32: the tokens between the parent's tokens and its own, or a branch's full prompt."""
     most: int
@@ -104,8 +102,6 @@ class BranchTurn:
 
 @dataclass(frozen=True, slots=True)
 class ClientAnswer:
-    """The answer of a turn for its client."""
-
     text: str
     calls: list[dict[str, Any]]
     """In the form of OpenAI's API."""

@@ -191,7 +191,6 @@ def parse_calls(text: str, form: ToolFormat) -> tuple[list[ToolCall], list[str]]
 
 
 def without_calls(text: str, form: ToolFormat) -> str:
-    """Return the rest of `text` without its calls."""
     if form == "hermes":
         return _HERMES.sub("", text).strip()
     if form == "llama":

@@ -159,7 +159,6 @@ def _read_step(data: Any) -> tuple[Any, float, bool]:
 
 
 def _fill_template(form: Any, text: str) -> Any:
-    """Replace `{text}` in `form` by `text`."""
     if isinstance(form, str):
         return form.replace(TEXT, text)
     if isinstance(form, Mapping):

@@ -27,8 +27,6 @@ Observation = str | Sequence[Message] | None
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The task of an episode."""
-
     uid: str
     """Uid of the sample: the same in a resumed run, and different for each sample of a group."""
     prompt: str
@@ -36,7 +34,6 @@ class Task:
     messages: Sequence[Message]
     """The prompt's messages, or none if it is text."""
     label: Any
-    """The prompt's label."""
     metadata: dict[str, Any]
     """Other columns of the prompt's row."""
     seed: int
@@ -45,8 +42,6 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of the model."""
-
     name: str
     arguments: dict[str, Any]
 

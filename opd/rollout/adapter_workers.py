@@ -265,7 +265,6 @@ class AdapterVerbs(Verbs):
             )
 
     async def _loaded_adapters(self, server: Server) -> list[str]:
-        """Names of its loaded adapters."""
         answer = await self.request_json(server, "GET", "/v1/models")
         with convert_decode_errors(
             lambda cause: UnavailableError(f"{server.url}/v1/models: {cause}", answered=True)

@@ -42,8 +42,6 @@ NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits of the engine."""
-
     vocab_size: int
     max_sequence: int
     """Prompt plus response tokens."""

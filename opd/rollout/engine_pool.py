@@ -62,7 +62,6 @@ class RunningEngine:
         self._orders.append((requests, ()))
 
     def abort(self, uids: Collection[str]) -> None:
-        """Abort the requests `uids`."""
         self._orders.append(((), uids))
 
     def next_event(self) -> Event:

@@ -118,7 +118,6 @@ class PromptKV:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states."""
         return sum(x.nbytes for one in self.states.values() for x in one.values())
 
     @property

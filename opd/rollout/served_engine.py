@@ -82,9 +82,7 @@ class Dialect(ABC):
     """The generation requests of one kind of server."""
 
     path: ClassVar[str]
-    """Path of the requests."""
     reader: ClassVar[type[MessageReader]]
-    """Reader of the answers."""
     gives_experts: ClassVar[bool] = False
     """Whether answers may have expert choices."""
     routing: ServedRouting | None = None

@@ -104,7 +104,6 @@ class Block:
     """New values for a run of a tensor's elements, in row-major order."""
 
     name: str
-    """Name of the tensor."""
     first: int
     """Index of the first element of the run."""
     count: int

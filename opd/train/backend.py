@@ -79,7 +79,6 @@ class Backend(TrainerMemory):
 
     lockstep = False
     files: tuple[str, ...] = ("model", "optimizer")
-    """Its files of a checkpoint."""
 
     def __init__(
         self, training: TrainingSettings, data: Ranks | None = None, model: CausalLM | None = None

@@ -264,7 +264,6 @@ def check_same_shape(**tensors: Tensor | None) -> None:
 
 
 def with_gradient(value: Tensor, surrogate: Tensor) -> Tensor:
-    """Return `value` with the gradient of `surrogate`."""
     return value.detach() + (surrogate - surrogate.detach())
 
 

@@ -57,8 +57,6 @@ class Store(Config):
 
 
 class DecoderShape(Config):
-    """The shape of a decoder."""
-
     ceiling: ClassVar[float] = 1e18
     parameters: float = Field(gt=0)
     active: float | None = Field(None, gt=0)
@@ -121,8 +119,6 @@ class Lengths(Config):
 
 
 class Work(Config):
-    """The work of one step."""
-
     prompts: int = Field(ge=1, le=1_000_000)
     samples_per_prompt: int = Field(1, ge=1, le=10_000)
     running_per_engine: int = Field(256, ge=1)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from opd.rollout.rewards import RewardSample, Scored
 
     Answer = tuple[Prompt, str]
-    """A prompt and an answer to it."""
 
 _PEEK = 64
 """Prompts that a procedural source makes for a check, enough to show their form."""
@@ -181,7 +180,6 @@ def _check_reward(
 
 
 _GARBAGE = {"an empty answer": "", "'zxqv wkjy'": "zxqv wkjy", "'%%%'": "%%%"}
-"""Senseless answers."""
 _ROWS = 3
 """Prompts that get them as answers."""
 _LABEL, _NULL = "its label", "'0'"

@@ -38,7 +38,6 @@ class Part:
     """Bytes of memory or disk, by purpose."""
 
     name: str
-    """The printed name."""
     size: int
     owner: Literal["engine", "trainer"] | None = None
     """The key of `runtime.offload` that offloads it. Without an owner it comes and goes by itself."""

@@ -255,8 +255,6 @@ class SimulatedBatch:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """The result of a simulation."""
-
     seconds: float
     """Time of the last update."""
     batches: list[SimulatedBatch]

@@ -170,7 +170,6 @@ class ReplayPermissions:
     substrate: str | None = None
     """A weaker substrate than the strongest working one."""
     image: str | None = None
-    """A container image."""
     quotas: bool = False
     """Permission for more time, memory, processes and files than a recipe's defaults."""
 

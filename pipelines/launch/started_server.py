@@ -79,7 +79,6 @@ def command_of(group: ServerGroupConfig, model: Path, port: int, host: str = HOS
 
 
 def _server_environment(group: ServerGroupConfig, number: int, key: KeyArguments = _NO_KEY) -> dict[str, str]:
-    """Return the environment of server `number` of `group`, from this process's."""
     # Variables of this process's rank do not fit a server, which may have ranks of its own.
     variables = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
     # A health check that generates a token would fail while the engine is paused.

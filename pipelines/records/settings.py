@@ -69,8 +69,6 @@ def _numeric_arguments(command: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """One changed setting."""
-
     path: tuple[str, ...]
     """Its keys, from the top of the recipe."""
     old: Any
@@ -145,7 +143,6 @@ def _server_readers(recipe: Recipe) -> dict[tuple[str, ...], Stages]:
 
 
 def _reading_stages(recipe: Recipe, path: tuple[str, ...]) -> Stages:
-    """Return the stages that read a setting."""
     learners = tuple(
         specialist_stage(name) for name in recipe.domains if recipe.domains[name].specialist is None
     )

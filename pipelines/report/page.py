@@ -58,7 +58,6 @@ def draw_template(template: str, **values: Any) -> Markup:
 
 
 def fill_template(template: str, **values: Any) -> str:
-    """Fill a template with `values`."""
     return _template_environment().get_template(template).render(values)
 
 

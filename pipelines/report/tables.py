@@ -41,8 +41,6 @@ EMPTY = Cell(DASH, kind="none")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The head of a column."""
-
     name: str
     kind: str = ""
     role: str = ""
@@ -61,8 +59,6 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of a page."""
-
     columns: Sequence[Column]
     rows: Sequence[TableRow]
     first: str | None = ""

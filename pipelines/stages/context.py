@@ -48,8 +48,6 @@ class StageHelpers(Protocol):
 
 @dataclass(slots=True)
 class StageContext:
-    """The context of one stage of one run."""
-
     recipe: Recipe
     folder: RunFolder
     stage: str

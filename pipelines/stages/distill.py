@@ -238,7 +238,6 @@ class Distill(Algorithm):
         return Plan([update], metrics)
 
     def _policy_stream(self, samples: StepSamples) -> tuple[PolicyStream, dict[str, float]]:
-        """Return the policy stream with its metrics."""
         config = self.config
         correction, compared = policy_loss(config).correction, isinstance(config.loss, SampledTokenK1)
         recompute = compared or correction is not None or config.to_batch is not None

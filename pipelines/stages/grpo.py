@@ -146,7 +146,6 @@ class GRPO(Algorithm):
         return {} if self._critic is None else {"critic": self._critic.backend}
 
     def batch_prompts(self, index: int) -> list[EncodedPrompt]:
-        """Return the prompts of batch number `index`."""
         if self._choice is not None:
             return self._choice.first_prompts(index)
         count = self.config.prompts_per_step

@@ -56,8 +56,6 @@ class LoopState:
 
 @dataclass(slots=True)
 class StepContext:
-    """The inputs of one step."""
-
     index: int
     progress: float
     """Share of the stage done before this step, in [0, 1)."""

@@ -355,14 +355,12 @@ class Student:
     tokenizer: PreTrainedTokenizerBase
 
     backend: Backend
-    """The trainer."""
     load_untrained: ModelLoader
     """Loads the model that the training began with."""
     ranks: Ranks
     """The ranks of the training thread."""
 
     engine_pool: EnginePool
-    """The stage's engines."""
     engine_weights: EngineWeights
     ways: dict[str, DomainSampling]
     """The generation of each domain's responses."""

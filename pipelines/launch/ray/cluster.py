@@ -442,7 +442,6 @@ class BundleLayout:
     places: dict[str, int]
     """Actor name -> index of its bundle."""
     needs: dict[str, ActorResources]
-    """Actor name -> its resources."""
 
     @classmethod
     def from_launch(
@@ -474,7 +473,6 @@ class BundleLayout:
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """Resources of all bundles."""
         return _sum_resources(self.bundles)
 
 

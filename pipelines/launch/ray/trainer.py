@@ -303,7 +303,6 @@ class WorkerGroup:
         raise _lost_trainer(stage.name, lost)
 
     def role_actors(self, role: str) -> list[RemoteActor]:
-        """Return the actors of a role, by number."""
         return [actor for name, actor in self.actors.items() if role_of(name) == role]
 
     def _run_attempt(
