@@ -22,9 +22,7 @@ _LEAST = 6
 """Least characters of a secret. Shorter values occur in ordinary words, so only their form shows them."""
 _WORD = re.compile(r"(?:[a-z_]+|[A-Z_]+|[A-Z][a-z]+)\Z")
 _LONG_WORD = 16
-"""Least characters of a secret of letters alone. A shorter one (`accuracy`) is a common word, so only its
-form shows it too.
-"""
+"""Least characters of a secret of letters alone. A shorter one (`accuracy`) also needs the form of one."""
 _NAMED = r"(?:(?:api|access|private)[_-]?key|secret|passw(?:or)?d|passphrase|token|signature|credential)"
 _ENVIRONMENT = re.compile(rf"(?:{_NAMED}|_key|_pwd|_pat)(?:_id)?s?$", re.IGNORECASE)
 _FIELD = re.compile(

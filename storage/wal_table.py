@@ -47,8 +47,7 @@ TOKEN = np.dtype(
         ("kept", "<u4"),
     ]
 )
-"""One token, 24 bytes: request number, response position, id, log-probability, version, ids in its sampling
-mask (0: it has none)."""
+"""A token, 24 bytes: request number, position, id, log-probability, version, ids in its mask (0: none)."""
 RAW = np.dtype("V24")
 """The same 24 bytes without fields: numpy moves these ten times faster."""
 END_OF_REQUEST = np.dtype([("request", "<u4"), ("status", "<u4")])

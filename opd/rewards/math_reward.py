@@ -314,9 +314,7 @@ def _differ_in_form(label: str, response: str, is_whole: bool) -> bool:
 
 
 def _differ_tiny(right: Sequence[Any], answer: Sequence[Any], digits: int) -> bool:
-    """Return True if both are numbers so small that they are equal only to `digits` places: 2^-98 is not
-    2^-99.
-    """
+    """Return True if both are so small that they are equal only to `digits` places: 2^-98 is not 2^-99."""
     numbers = []
     for parsed in (right, answer):
         number = next((one for one in parsed if getattr(one, "is_number", False)), None)

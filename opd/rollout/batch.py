@@ -133,9 +133,7 @@ def _pad_stops(stops: np.ndarray, width: int) -> np.ndarray:
 def queue_requests(
     requests: Sequence[RolloutRequest], limits: EngineLimits, in_flight: Collection[str] = ()
 ) -> RequestQueue:
-    """Check `requests` and queue them. Raises `RolloutError` for one that cannot be served, or whose uid is
-    among those `in_flight`.
-    """
+    """Check and queue `requests`. Raises `RolloutError` for one that cannot be served, or is `in_flight`."""
     uids = set(in_flight)
     for request in requests:
         if request.uid in uids:

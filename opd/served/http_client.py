@@ -254,9 +254,7 @@ class HTTPClient:
             return server.url
 
     async def process_identity(self, server: Server) -> str | None:
-        """Return another string after each start of the server, or `None` if it gives none. Raises
-        `UnavailableError`.
-        """
+        """Return another string after each start of a server, if it gives one. Raises `UnavailableError`."""
         answer = await self._reported_identity(server)
         if answer is not None:
             return answer

@@ -95,8 +95,7 @@ class Backend(TrainerMemory):
         self.max_tokens = PLAIN if limit == "auto" else limit
         """Maximum packed tokens of a micro-batch, except for one longer sample; see `choose_tokens`."""
         self.one_teacher = training.balance_loss > 0
-        """A micro-batch has samples of one teacher. A balancing loss is of each micro-batch, and so of each
-        domain."""
+        """A micro-batch has one teacher's samples. A balancing loss is a micro-batch's, and so a domain's."""
         self._most_tokens: int | None = None
         """Upper limit of `max_tokens`, for chosen and resumed sizes too."""
         self.layers = 0 if model is None else len(layer_windows(model.config))

@@ -324,9 +324,7 @@ def _check_teacher(
 
 
 def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> list[Finding]:
-    """Check that streamed teachers can be streamed. For teachers of this run the error would otherwise appear
-    only after their training.
-    """
+    """Check that streamed teachers can be streamed, before those that this run trains are trained."""
     by_source: dict[str | None, list[str]] = {}
     sources = recipe.given_teachers()
     for name in recipe.used_teachers():

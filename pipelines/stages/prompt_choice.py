@@ -244,9 +244,7 @@ class PromptChoice:
         return self._numbered_prompts(self._step, first, count)
 
     def _numbered_prompts(self, step: int, first: int, count: int) -> list[EncodedPrompt]:
-        """Return numbers `first ... first + count - 1` of the endless sequence, in their order. No domain
-        comes first in it.
-        """
+        """Return numbers `first ... first + count - 1` of the endless sequence, which no domain leads."""
         prompts = []
         for number in range(first, first + count):
             turn, position = divmod(number, len(self._domains))

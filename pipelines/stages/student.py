@@ -331,9 +331,7 @@ def open_frozen(context: StageContext, path: Path, batch: BatchConfig) -> Frozen
 
 
 def shared_experts(recipe: Recipe) -> int | Literal["auto"]:
-    """Return how FSDP2's ranks share the experts of a model that is not trained. Megatron-Core's number is of
-    its own groups.
-    """
+    """Return how FSDP2's ranks share the experts of an untrained model. Megatron-Core has its own groups."""
     return "auto" if recipe.train.backend == "megatron" else recipe.train.expert_parallel
 
 
