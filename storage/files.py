@@ -28,7 +28,6 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from opd.errors import OpdError, RunFolderError, StorageError, add_path_note, limit_fix
@@ -267,9 +266,7 @@ class FileLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

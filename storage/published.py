@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -183,9 +182,7 @@ class PublishedModel:
     def __enter__(self) -> PublishedModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _store_path(self, below_url: str) -> str:
