@@ -12,11 +12,12 @@ import threading
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from opd.config.train import LoRAConfig
 from opd.kernels.ops import linear_logprobs
@@ -29,9 +30,6 @@ from opd.rollout.weight_proof import FUSED
 from opd.rollout.weight_sync import WeightFolder, Weights
 from opd.served.scoring import PROBE
 from opd.storage.files import permit_as
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TRIED = 0.5
 """Size of the trial adapter's change, relative to the standard deviation of each weight."""

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import weights_digest
@@ -33,9 +35,6 @@ from opd.rollout.weight_delta import (
 from opd.rollout.weight_sync import Weights
 from opd.served.http_client import Server, UnavailableError
 from opd.untrusted import is_file_name
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 

@@ -15,13 +15,15 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from opd.errors import RolloutError
 from opd.loop_thread import LoopThread
 from opd.models.causal_lm import WeightsDigest, weights_digest
+from opd.models.stored_form import StoredForm
 from opd.ranks import Ranks
 from opd.rollout.served_messages import MessageReader
 from opd.rollout.weight_proof import Proof, check_config, check_form
@@ -36,11 +38,6 @@ from opd.served.http_client import (
 )
 from opd.served.http_pool import HTTPPool
 from opd.untrusted import safe_excerpt
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from opd.models.stored_form import StoredForm
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

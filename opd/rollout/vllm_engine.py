@@ -15,11 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from opd.config import Recipe
+from opd.config.servers import Argument
 from opd.config.teachers import COLDEST, SPECULATES, least_rank
 from opd.config.train import LoRAConfig
 from opd.errors import RolloutError
@@ -38,7 +41,7 @@ from opd.rollout.served_engine import (
     never_sampled,
 )
 from opd.rollout.served_messages import MessageContent
-from opd.rollout.served_workers import READING, Ask, ExpectedAnswers, TargetWeights, Verbs, Workers
+from opd.rollout.served_workers import READING, Ask, ExpectedAnswers, Push, TargetWeights, Verbs, Workers
 from opd.rollout.weight_proof import apart_at_most
 from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError
 from opd.served.scoring import logprob_tolerance
@@ -52,14 +55,6 @@ from opd.served.vllm_protocol import (
 )
 from opd.types import RolloutRequest, SamplingParams
 from opd.untrusted import convert_decode_errors, safe_excerpt
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from opd.config import Recipe
-    from opd.config.servers import Argument
-    from opd.rollout.served_workers import Push
-
 
 GENERATE = "/inference/v1/generate"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -41,10 +40,7 @@ from opd.pipelines.check.servers import check_cluster, check_kinds, check_server
 from opd.pipelines.check.tokenizers import check_own_prompts, check_prompts
 from opd.pipelines.evaluation.prompt_sets import with_set_names
 from opd.pipelines.records.run_folder import AcceptedChanges, default_path
-
-if TYPE_CHECKING:
-    from opd.rollout.prompts import Domain
-
+from opd.rollout.prompts import Domain
 
 _MOST_PROMPTS = 10_000
 """Prompts a generated source makes for the check, so that a shortage is found before the run."""

@@ -12,7 +12,9 @@ import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from opd.errors import RolloutError
 from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, PackedTensor, RemoteActor
@@ -21,9 +23,6 @@ from opd.rollout.engine_pool import EnginePool, RetryPolicy
 from opd.rollout.weight_sync import bucket_tensors
 from opd.storage.transcript import check_masks
 from opd.types import Chunk, RolloutRequest
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
