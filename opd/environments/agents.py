@@ -301,7 +301,7 @@ def _branch_response(path: Sequence[BranchTurn], learnt: Collection[BranchTurn])
         if parts:
             versions_before = parts[-1][0].policy_versions
             versions = np.full(len(turn.added), versions_before[-1] if len(versions_before) else 0, np.int32)
-            parts.append((_context_tokens(turn.added, versions), False))
+            parts.append((Tokens(turn.added, np.zeros(len(turn.added), np.float32), versions), False))
         tokens = turn.tokens
         parts.append(
             (replace(tokens, logprobs=np.zeros(len(tokens), np.float32)), False)
@@ -309,7 +309,3 @@ def _branch_response(path: Sequence[BranchTurn], learnt: Collection[BranchTurn])
             else (tokens, True)
         )
     return parts
-
-
-def _context_tokens(ids: np.ndarray, versions: np.ndarray) -> Tokens:
-    return Tokens(ids, np.zeros(len(ids), np.float32), versions)

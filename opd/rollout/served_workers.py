@@ -176,7 +176,7 @@ class Verbs(ABC):
     def __init__(self, config: Mapping[str, object] | None) -> None:
         """`config`: the student's Hugging Face configuration, to be compared with the servers'."""
         self.config = config or {}
-        self.label = new_label()
+        self.label = f"opd-{uuid.uuid4().hex[:8]}"
         """Prefix of the names of weights."""
         self.pool: HTTPPool
 
@@ -260,11 +260,6 @@ class Verbs(ABC):
     @abstractmethod
     async def restore_memory(self, server: Server, parts: list[str]) -> None:
         """Take the memory of these parts again."""
-
-
-def new_label() -> str:
-    """Return the prefix of one engine's weight names."""
-    return f"opd-{uuid.uuid4().hex[:8]}"
 
 
 class Workers:
@@ -412,7 +407,9 @@ class Workers:
                     " given them to the servers; restart with --resume."
                 )
             self._resume_workers()
-            self._keep_workers()
+            if self._ranks.is_main and not self._keeping:
+                self._keeping = True
+                self.event_loop.start(self._keep_each())
         return digests[0]
 
     def _give_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
@@ -436,13 +433,8 @@ class Workers:
             return digest.hex_digest()
         return prepared.digest or weights_digest(prepared.weights, quick=True)
 
-    def _keep_workers(self) -> None:
-        """Look after the workers from now on, for the other ranks."""
-        if self._ranks.is_main and not self._keeping:
-            self._keeping = True
-            self.event_loop.start(self._keep_each())
-
     async def _keep_each(self) -> None:
+        """Look after the workers, for the other ranks."""
         looks: dict[Server, asyncio.Task[None]] = {}
         while True:
             await asyncio.sleep(KEEP)

@@ -97,13 +97,9 @@ class HTTPPool(HTTPClient):
     def add_new_servers(self) -> None:
         """Add servers that have come since the last call. They are checked like all before they are used."""
         for url in self.options.more():
-            self.add_server(url)
-
-    def add_server(self, url: str) -> None:
-        """Add a new server, if it is another."""
-        if all(server.url != url.rstrip("/") for server in self.servers):
-            self.servers = [*self.servers, Server(url.rstrip("/"), late=True)]
-            _log.info("%s: %s has come", self.owner, url)
+            if all(server.url != url.rstrip("/") for server in self.servers):
+                self.servers = [*self.servers, Server(url.rstrip("/"), late=True)]
+                _log.info("%s: %s has come", self.owner, url)
 
     async def reset_admission(self) -> None:
         """Have every server checked again before its next request."""
