@@ -90,7 +90,6 @@ class LayerStream:
 
     Args:
         prefetch_bytes: Most bytes ready, or on their way, besides the unit in use.
-        device: Target of the bytes.
         group: The ranks that share the reading, each 1/N. The background thread uses it alone: make one with
             `torch.distributed.new_group`. Every rank must request the same units in the same order.
         cache: This node's cache of data from object stores.

@@ -75,8 +75,6 @@ class Agents(EpisodeKind):
     """Implements `opd.rollout.collect.Generate` for a domain whose environment is an agent.
 
     Args:
-        config: The domain's.
-        domain: Its name.
         tokenizer: The student's.
         template: Arguments of the chat template's own.
     """

@@ -118,7 +118,6 @@ class Branches:
 
     Args:
         sample: The sample of the episode. Its prompt is the agent's task.
-        config: The domain's.
         sampling: The recipe's. `max_new_tokens` bounds each branch behind its prompt.
         template: Arguments of the chat template's own.
     """

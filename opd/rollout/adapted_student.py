@@ -47,8 +47,6 @@ class AdaptedStudent:
 
     Args:
         folder: The base, a Hugging Face folder.
-        lora: The form of the adapters.
-        dtype: Of the base's weights.
     """
 
     def __init__(self, folder: Path, lora: LoRAConfig, dtype: str) -> None:
@@ -132,7 +130,6 @@ class AdapterFolder(WeightFolder):
 
     Args:
         root: On a disk that every receiver sees under the same path.
-        student: Whose adapters they are.
     """
 
     # A vLLM server reads an unloaded adapter again for a late request, and ends if it is gone.

@@ -48,8 +48,6 @@ class AdapterPush(served_workers.FolderPush):
     """Adapters alone, through a folder that this process and every worker see.
 
     Args:
-        root: Adapters are written below this folder.
-        student: The student whose adapters they are.
         base: Sends the base to workers that hold other weights.
         verbs: Begin the paths of the requests to load and unload, such as `/v1`.
     """

@@ -101,11 +101,6 @@ class ServedEngine(Streaming):
     worker has much more to do than another. Of the requests with one prompt, the first goes ahead. If a
     worker fails, its requests continue on another after the tokens that have arrived. Paused requests free
     their cache and rebuild it with the new weights. Each token knows its version.
-
-    Args:
-        dialect: The form of their requests.
-        workers: The workers, and the way new weights get to them.
-        model: The model they serve.
     """
 
     def __init__(self, dialect: Dialect, workers: Workers, model: ServedModel) -> None:

@@ -84,12 +84,7 @@ class Push(Protocol):
 
 
 class FolderPush:
-    """Pushes through a folder on a file system that this process and every worker see.
-
-    Args:
-        folder: Each version is written here.
-        read: Has a worker load a version.
-    """
+    """Pushes through a folder on a file system that this process and every worker see."""
 
     def __init__(self, folder: WeightFolder, read: Read) -> None:
         self._folder, self._read = folder, read

@@ -429,11 +429,8 @@ class SGLangEngine(ServedEngine):
     `AdapterPush` they are ended, and continued after it.
 
     Args:
-        options: The workers and limits.
-        model: The model they serve.
         push: Sends new weights. With `None` the engine cannot update weights.
         version: Version of the weights they hold now. Below 0 if they are to be given the first.
-        ranks: See `Workers`.
     """
 
     def __init__(

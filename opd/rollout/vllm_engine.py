@@ -80,7 +80,6 @@ class Outputs:
 
     Args:
         model: A Hugging Face folder of that form, whose weights are not read.
-        dtype: Data type of the weights.
     """
 
     def __init__(self, model: Path, dtype: str) -> None:
@@ -105,7 +104,6 @@ class VLLMVerbs(Verbs):
     """See `Verbs`.
 
     Args:
-        model: The model they serve.
         mode: The `--logprobs-mode` they have to be started with.
         outputs: See `Outputs`. With `None` new weights cannot be verified.
     """
@@ -361,10 +359,6 @@ class VLLMMessageReader(served_messages.MessageReader):
 class VLLMDialect(Dialect):
     """`POST /inference/v1/generate`: token ids in and out. Noise is the servers' own. With a seed for each
     request vLLM draws row by row, and one on a CPU ends at the first prompt that it prefills in pieces.
-
-    Args:
-        model: The model that the servers serve.
-        mode: Form of their log-probabilities.
     """
 
     path, reader = GENERATE, VLLMMessageReader
@@ -422,12 +416,8 @@ class VLLMEngine(ServedEngine):
     """See `ServedEngine`. A pause ends requests in progress, which are continued after it.
 
     Args:
-        options: The workers and limits.
-        model: The model they serve.
         push: Sends new weights. With `None` the engine cannot update weights.
         version: Version of the weights they hold now. Below 0 if they are to be given the first.
-        ranks: See `Workers`.
-        mode: Form of their log-probabilities.
         outputs: Computes the probe's log-probabilities with new weights (`Outputs`).
     """
 

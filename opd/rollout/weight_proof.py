@@ -57,7 +57,6 @@ def check_form(
     another form would end its process.
 
     Args:
-        url: Names the server.
         info: Its facts about its model.
         reported: Names of its tensors.
         weights: The weights it is to be given.

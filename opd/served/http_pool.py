@@ -69,7 +69,6 @@ class HTTPPool(HTTPClient):
 
     Args:
         owner: Begins every error, such as "teacher math".
-        options: Servers and limits.
         error: Class of the errors raised.
         admit: Checks a server. Raises an `OpdError` if it must never be used.
         watch: Use no answer of `call` that may be of another process than the one that was checked.

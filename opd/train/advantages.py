@@ -64,7 +64,6 @@ def shape_rewards(
 
     Args:
         groups: All groups of a step, rewarded.
-        config: Shaping settings of the stage.
         limit: Maximum response tokens of a domain.
         counters: Running scale; survives a resume.
 

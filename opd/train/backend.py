@@ -72,7 +72,6 @@ class Backend(TrainerMemory):
     communicates, and a rank with fewer micro-batches makes empty passes.
 
     Args:
-        training: Training settings.
         data: The ranks that share the samples. A tensor-parallel group counts as one.
         model: The student. Its cost decides which rank gets a sample.
     """

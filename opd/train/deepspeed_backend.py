@@ -88,7 +88,6 @@ class DeepSpeedBackend(WholeModelBackend):
 
     Args:
         model: The student; trained in place.
-        training: Training settings.
         train: The ZeRO stage and further DeepSpeed settings.
         compute_dtype: The layers' dtype, while the engine keeps weights in float32.
     """

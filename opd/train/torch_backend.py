@@ -109,8 +109,6 @@ class TorchBackend(WholeModelBackend):
 
     Args:
         model: The student; trained in place.
-        training: How it is trained.
-        data: The ranks that share the samples.
     """
 
     root: ForwardRoot | None = None

@@ -192,8 +192,6 @@ class EvaluationPrompts:
     """Prompts to measure models on: the domains' held-out ones, or evaluation sets.
 
     Args:
-        recipe: The recipe with the domains.
-        data: Its domains.
         prompts: Name -> number of prompts.
         samples: Name -> number of answers to each, and their statistics.
     """

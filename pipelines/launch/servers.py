@@ -326,8 +326,6 @@ class Servers:
     """The started groups of a recipe's `servers`, until closed.
 
     Args:
-        groups: The recipe's groups.
-        start: Starts one group.
         ranks: The processes of the run. The first one starts the groups for all.
         turns: Names of the groups of which one at a time is awake. See `turn`.
         mirrors: The receivers of weights of each group's servers. See `mirrors`.

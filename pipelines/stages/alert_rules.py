@@ -234,7 +234,6 @@ class BaseKL:
 
     Args:
         recipe: Has the frequency of this measurement, at least 1.
-        model: The start model.
     """
 
     def __init__(self, recipe: Recipe, model: FrozenModel) -> None:

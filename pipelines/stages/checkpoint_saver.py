@@ -32,8 +32,6 @@ class CheckpointSaver:
     """Writes the checkpoints of a stage, one at a time. Use it with `with`.
 
     Args:
-        context: The stage.
-        backend: The trained model.
         others: Other trained models, by the prefix of their files.
     """
 

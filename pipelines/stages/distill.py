@@ -98,8 +98,6 @@ class Distill(Algorithm):
     """The teachers' divergence at every token, with the recipe's other terms.
 
     Args:
-        context: The stage.
-        start: The model to train.
         stack: Closes the teachers.
     """
 

@@ -83,7 +83,6 @@ class DomainBudget:
     Args:
         recipe: Its `distill.budget` says how, its domains what they begin with.
         prompts: By domain, its prompts in a step as the recipe has them.
-        stage: The stage's name, for errors.
     """
 
     def __init__(self, recipe: Recipe, prompts: dict[str, int], stage: str) -> None:

@@ -74,9 +74,7 @@ class GRPO(Algorithm):
     Filters and masks select the responses for the rewards. The teachers teach on every response.
 
     Args:
-        context: The stage.
         start: The model to train, and the frozen reference.
-        domains: The domains of training.
         stack: Closes the teachers.
     """
 

@@ -63,10 +63,8 @@ class PromptChoice:
     """Hands out the prompts of each step, and selects the groups to train on.
 
     Args:
-        data: The domains.
         domains: Names of the domains to sample.
         stage: Prefix of every prompt's uid.
-        config: The stage's settings.
         judge: From the stage's algorithm.
         seed: The recipe's seed, which `measure` sets.
     """

@@ -58,7 +58,6 @@ class StaticSource(SampleSource):
 
     Args:
         make: Returns the samples of a step, by its number.
-        student: Trains on them.
     """
 
     def __init__(self, make: Callable[[int], list[Sample]], student: Student) -> None:
@@ -88,7 +87,6 @@ class Rollouts(SampleSource):
         student: Generates, and gives its weights to the engine.
         rollouts: The engine behind the stage's token log.
         buffer: The store of samples until they are trained on.
-        request: The requests to the student.
         partial: Takes groups as they finish, if the recipe over-samples.
     """
 

@@ -58,9 +58,7 @@ class DiskSampleBuffer(SampleBuffer):
     """The store of a stage's samples until they are trained on: on disk.
 
     Args:
-        context: The stage.
         student: Samples and trains.
-        files: The files of responses.
         route: Returns the teacher of a sample, for viewers of the store.
     """
 
@@ -316,8 +314,6 @@ class SamplesOnDisk(StepSamples):
         groups: Of all ranks, in the order of their prompts.
         rows: Uid of a sample -> its row in `store`.
         store: All ranks' samples.
-        signals: The files of signals.
-        backend: Trains on them.
         ranks: Each rank rewards its own samples.
     """
 

@@ -173,10 +173,7 @@ class FineTuning(SupervisedAlgorithm):
     """Cross-entropy on demonstrations, measured on held-out ones.
 
     Args:
-        config: The training settings.
-        backend: The trainer.
         stage: Prefix of the samples' uids.
-        held_out: The rows to measure.
     """
 
     steps = 0

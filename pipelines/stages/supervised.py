@@ -59,7 +59,6 @@ class SupervisedAlgorithm(Algorithm):
     """Cross-entropy on static samples.
 
     Args:
-        optim: The optimiser's settings.
         shares: Each domain's share of the loss. `None`: every token weighs the same.
         normalise: The unit of equal weight within a share, as in the merge. `teacher`: its tokens.
     """

@@ -69,7 +69,6 @@ class StageTeachers:
 
     Args:
         context: The stage. Its recipe's domains select the teachers, its `distill` the loss and mixture.
-        schedule: The teachers.
     """
 
     def __init__(self, context: StageContext, schedule: TeacherSchedule) -> None:
@@ -424,8 +423,6 @@ class ScoreAhead:
     requests are keyed by their tokens. Everything happens in the caller's thread.
 
     Args:
-        engine: The engine.
-        schedule: The schedule of the teachers.
         prompts: Domain and group of each request, whose uid begins with its prompt's.
     """
 
