@@ -43,8 +43,6 @@ _LIMIT = 1 << 20
 
 
 class LoggedChoices(NamedTuple):
-    """The content of a frame of choices."""
-
     digest: int
     rows: np.ndarray | None
     """[B, L, K], or `None` if no token of the chunk has any."""
@@ -148,8 +146,6 @@ def encode_masks(tokens: bytes | memoryview, masks: np.ndarray) -> Iterator[byte
 
 
 class LoggedMasks(NamedTuple):
-    """The content of a frame of masks."""
-
     digest: int
     first: int
     ids: bytes

@@ -40,7 +40,6 @@ class StoreOptions:
     """Time-outs, retries and sizes of requests. The defaults outlast a store that is away for ten seconds."""
 
     retry: Retry = STORES
-    """Retries of one request."""
     connect_seconds: float = 5.0
     stall_seconds: float = 10.0
     """A transfer slower than `least_bytes_per_second` for this long has failed."""

@@ -296,7 +296,6 @@ class Transcript:
         return replace(tokens, expert_spans=tuple(self._spans[uid])) if uid in self._spans else tokens
 
     def token_count(self) -> int:
-        """Return the number of tokens of all requests."""
         return int(self._due[list(self._numbers.values())].sum())
 
     def drop_requests(self, uids: Iterable[str]) -> None:

@@ -62,16 +62,12 @@ _NO_REASON = 0xFFFF_FFFF
 
 
 class OpenPayload(NamedTuple):
-    """The content of an `OPEN` frame."""
-
     number: int
     request: RolloutRequest
     metadata: dict[str, Any]
 
 
 class ClosePayload(NamedTuple):
-    """The content of a `CLOSE` frame."""
-
     number: int
     status: Status
     reason: str | None

@@ -126,7 +126,6 @@ class LayerStream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its buffer."""
         return self._arena.nbytes
 
     def request_pass(

@@ -197,7 +197,6 @@ class PublishedSource:
 
     @property
     def digest(self) -> str:
-        """Digest of the published weights."""
         return self.published.manifest.digest
 
     @property

@@ -69,7 +69,6 @@ class Demonstration:
     prompt: Prompt
     """The question: a text, or the messages before the first trained answer."""
     completion: str | None = None
-    """The answer to a text."""
     messages: list[dict[str, Any]] | None = None
     """The full conversation."""
     unlearnt: Collection[int] = ()

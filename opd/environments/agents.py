@@ -68,7 +68,6 @@ class _Episode:
     task: Task
     session: Session
     branches: list[Sample] = field(default_factory=list)
-    """Further samples of the episode."""
 
 
 class Agents(EpisodeKind):

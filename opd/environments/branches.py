@@ -54,7 +54,6 @@ class BranchTurn:
     live: bool = False
     """True if a client streams it."""
     tokens: Tokens = field(default_factory=Tokens.empty)
-    """Tokens so far."""
     status: Status | None = None
     """Set once it has ended."""
     looked: int = 0

@@ -29,7 +29,6 @@ class Answered:
     text: str
     label: Any
     prompt: str = ""
-    """The prompt, as in the data."""
     context: str = ""
     """The model's input: the prompt with its chat template."""
 

@@ -83,7 +83,6 @@ class AdapterPush(served_workers.FolderPush):
         return await self._base.load(send, server, name, await asyncio.to_thread(self._prepare_once, "base"))
 
     async def load_trial(self, send: Ask, server: Server, name: str) -> None:
-        """Have `server` load the trial adapter."""
         folder = (await asyncio.to_thread(self._prepare_once, "trial")).folder
         assert folder is not None
         await self._load_adapter(send, server, name, folder)

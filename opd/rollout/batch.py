@@ -394,7 +394,6 @@ class Band:
 
     @property
     def position_count(self) -> int:
-        """Number of positions read."""
         return (self.stop - self.first) * self.longest
 
 

@@ -154,14 +154,12 @@ class DeltaPush:
         return prepared
 
     def prepare_static(self, weights: Weights) -> PreparedWeights:
-        """See `Push`."""
         tensors = [(name, tensor.detach().cpu().contiguous()) for name, tensor in weights]
         return _SendableWeights(
             tensors, digest=weights_digest(tensors, quick=True), everything=self._pack_all(tensors)
         )
 
     async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> int:
-        """See `Push`."""
         assert isinstance(prepared, _SendableWeights)
         receiver = self._receivers.get(server.url)
         if receiver is None:

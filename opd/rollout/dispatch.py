@@ -40,7 +40,6 @@ class BadRequestSearch:
         self._failures, self.batch_limit = 0, math.inf
 
     def drop_requests(self, uids: Iterable[str]) -> None:
-        """Forget requests that are over."""
         for uid in uids:
             self._strikes.pop(uid, None)
             self._lengths.pop(uid, None)
@@ -97,7 +96,6 @@ class Dispatch:
         self._pool, self._state, self._counters = pool, state, state.counters
         self._inbox: queue.SimpleQueue[tuple[object, Event]] = queue.SimpleQueue()
         self._calls: dict[int, EngineCall] = {}
-        """Engines at work."""
         self._pending: deque[str] = deque()
         """Requests that wait for an engine."""
         self._began: dict[str, float] = {}

@@ -122,7 +122,6 @@ class PromptKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return self.state_bytes + sum(x.nbytes for pair in self.layers.values() for x in pair)
 
 
@@ -148,7 +147,6 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         states = 0 if self.states is None else self.states.nbytes
         return states + sum(buffer.nbytes for buffer in self._buffers.values())
 

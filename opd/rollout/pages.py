@@ -87,7 +87,6 @@ class PagedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return sum(x.numel() * x.element_size() for y in self._pools.values() for x in (y.keys, y.values))
 
     @property

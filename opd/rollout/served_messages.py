@@ -34,8 +34,6 @@ class MessagePart:
 
 @dataclass(frozen=True, slots=True)
 class MessageContent:
-    """The content of one message about a response."""
-
     entries: Sequence[tuple[Any, Any]]
     """Log-probability and token id of each new token."""
     finished: str | None

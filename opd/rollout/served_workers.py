@@ -84,7 +84,7 @@ class Push(Protocol):
 
 
 class FolderPush:
-    """Pushes through a folder on a file system that this process and every worker see."""
+    """Implements `Push` through a folder on a file system that this process and every worker see."""
 
     def __init__(self, folder: WeightFolder, read: Read) -> None:
         self._folder, self._read = folder, read
@@ -95,11 +95,9 @@ class FolderPush:
         return PreparedWeights(tensors, self._folder.write_version(tensors, version))
 
     def prepare_static(self, weights: Weights) -> PreparedWeights:
-        """See `Push`."""
         return PreparedWeights([], self._folder.write_version(weights, 0))
 
     async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> int:
-        """See `Push`."""
         folder = prepared.folder
         assert folder is not None
         with self._folder.lease_version(folder) as exists:

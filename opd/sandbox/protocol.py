@@ -41,8 +41,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a command."""
-
     exit: int | None
     """Its status, or -N if signal N ended it. `None` if a quota did, or if it was interrupted."""
     stdout: bytes = b""

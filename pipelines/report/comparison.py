@@ -28,8 +28,6 @@ Rows = list[list[str]]
 
 @dataclass(frozen=True)
 class Runs:
-    """The compared runs, by name."""
-
     names: list[str]
     runs: list[Run]
 

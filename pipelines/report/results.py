@@ -253,8 +253,6 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The data of a report."""
-
     name: str
     facts: dict[str, Any]
     """`seed`, `version`, `created` and `machine`, if known."""

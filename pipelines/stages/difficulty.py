@@ -179,9 +179,7 @@ class DifficultyQuery:
     domain: str
     samples: int
     order: list[int]
-    """Indices of the prompts."""
     keys: list[str]
-    """Keys of those prompts."""
     question: dict[str, Any]
     """Everything the rates depend on, beside the prompts."""
 

@@ -129,8 +129,6 @@ class SampleSource(ABC):
 
 @dataclass(slots=True)
 class Update:
-    """One optimiser step."""
-
     samples: list[Sample]
     """In the order of training. See `Backend.accumulate_gradient`, also for `read`."""
     read: Read
@@ -145,8 +143,6 @@ class Update:
 
 @dataclass(slots=True)
 class Plan:
-    """The updates of a step."""
-
     updates: Sequence[Update]
     """Empty if there is nothing to learn from."""
     metrics: dict[str, float] = field(default_factory=dict)

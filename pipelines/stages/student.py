@@ -356,7 +356,6 @@ class Student:
     load_untrained: ModelLoader
     """Loads the model that the training began with."""
     ranks: Ranks
-    """The ranks of the training thread."""
 
     engine_pool: EnginePool
     engine_weights: EngineWeights

@@ -153,8 +153,6 @@ class EngineFleet:
             raise RolloutError(f"no rollout engine could be started: {self.engines[0].lost}.")
 
     def engine_pool(self) -> EnginePool:
-        """Return the engines as a pool for a rollout."""
-
         def revive_engine(index: int) -> RayEngine:
             """Return engine `index` after it came back. Raises `ActorLostError` if it did not."""
             engine = self.engines[index]
@@ -284,7 +282,6 @@ class RayEngine:
         return chunk
 
     def abort(self, uids: Collection[str]) -> None:
-        """Abort as in the protocol."""
         work = self._work
         if gone := work.open.intersection(uids):
             work.open -= gone

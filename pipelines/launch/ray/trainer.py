@@ -55,8 +55,6 @@ PATIENCE = 60.0
 
 @dataclass(frozen=True, slots=True)
 class HelperActors:
-    """The actors that compute for a trainer."""
-
     engines: Sequence[RemoteActor]
     teachers: Sequence[RemoteActor]
     servers: Sequence[RemoteActor]
@@ -72,13 +70,11 @@ class RayHelpers:
     teachers_: Sequence[RemoteActor]
 
     def open_engines(self, model: Path, adapters: bool = False) -> EnginePool:
-        """Open engines as in the protocol."""
         from opd.pipelines.launch.ray.engine import EngineFleet
 
         return EngineFleet(self.engines, model, adapters).engine_pool()
 
     def open_teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
-        """Open teachers as in the protocol."""
         from opd.models.causal_lm import torch_device
         from opd.pipelines.launch.ray.teacher import ray_teachers
 
