@@ -343,8 +343,7 @@ def linear_mixture_kl(
     notes: TokenNotes | None = None,
     token_rows: TokenRows = TOKEN_ROWS,
 ) -> Tensor:
-    """See `opd.kernels.ops.linear_mixture_kl`. It is a reverse KL with the teacher logits `log sum_i w_i
-    t_i`."""
+    """See `opd.kernels.ops.linear_mixture_kl`: a reverse KL with the teacher logits `log sum_i w_i t_i`."""
     hiddens = [hidden.detach() for hidden in teacher_hiddens]
 
     def write_mixture(rows: Rows, out: Tensor) -> None:

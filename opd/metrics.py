@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from opd.errors import DataError, TrainingError, add_path_note
@@ -246,9 +245,7 @@ class MetricsWriter(JSONLinesWriter):
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

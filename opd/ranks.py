@@ -236,7 +236,6 @@ class Ranks:
         return [json.loads(message) for message in self.gather(json.dumps(mine).encode(), label)]
 
     def any_rank(self, flag: bool, label: str) -> bool:
-        """Return whether the flag is set on any rank."""
         return flag if self.is_alone else any(self.gather_json(flag, label))
 
     def max_over_ranks(self, count: int, label: str) -> int:
@@ -288,9 +287,7 @@ class Ranks:
         )
 
     def main_first(self, work: Callable[[], object], label: str) -> None:
-        """Run `work` on the main rank first, however long that takes, then on the others. `label` names it,
-        for errors.
-        """
+        """Run `work` on the main rank first, however long it takes, then on the others. `label` names it."""
         self._main_firsts += 1
         event = f"{self._name}/main_first/{self._main_firsts}"
         if not self.is_main:

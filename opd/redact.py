@@ -22,9 +22,7 @@ _LEAST = 6
 """Least characters of a secret. Shorter values occur in ordinary words, so only their form shows them."""
 _WORD = re.compile(r"(?:[a-z_]+|[A-Z_]+|[A-Z][a-z]+)\Z")
 _LONG_WORD = 16
-"""Least characters of a secret of letters alone. A shorter one (`accuracy`) is a common word, so only its
-form shows it too.
-"""
+"""Least characters of a secret of letters alone. A shorter one (`accuracy`) also needs the form of one."""
 _NAMED = r"(?:(?:api|access|private)[_-]?key|secret|passw(?:or)?d|passphrase|token|signature|credential)"
 _ENVIRONMENT = re.compile(rf"(?:{_NAMED}|_key|_pwd|_pat)(?:_id)?s?$", re.IGNORECASE)
 _FIELD = re.compile(
@@ -128,9 +126,7 @@ def hide_recipe_secrets(value: object) -> None:
 
 
 def _hide_url_secrets(text: str) -> None:
-    """Hide the secrets in a string that is a URL, however oddly it is written, and passwords in one that
-    holds URLs.
-    """
+    """Hide the secrets in a URL, however oddly written, and passwords in a text that holds URLs."""
     _hide_passwords(text)
     start = _URL.match(text)
     if start is None:

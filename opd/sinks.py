@@ -38,11 +38,8 @@ class MetricsTarget:
     """The stage whose metrics they are, and their folders."""
 
     stage: Path
-    """Folder of the stage."""
     run: Path
-    """Folder of the run."""
     name: str
-    """Name of the run."""
     id: str
     """Identity of all the stage's attempts: random, and the same after a resume."""
 
@@ -226,9 +223,7 @@ def require_package(name: str) -> None:
 
 
 class Sinks:
-    """The sinks of a stage, each opened with its first step. Only the constructor raises, like
-    `require_package`.
-    """
+    """A stage's sinks, each opened with its first step. Only the constructor raises, as `require_package`."""
 
     def __init__(self, names: Sequence[str], stage: Path, run_name: str = "") -> None:
         for name in names:
@@ -245,7 +240,6 @@ class Sinks:
                 self._write_sink(name, step, row)
 
     def close(self) -> None:
-        """Close them."""
         for name, sink in list(self._open.items()):
             with self._warn_on_error(name, "was not closed"):
                 if sink is not None:

@@ -399,9 +399,7 @@ class Chunk:
     `None` if the engine records none, or gives them in `expert_spans` alone.
     """
     expert_spans: list[tuple[str, ExpertSpan]] = field(default_factory=list)
-    """Requests with expert choices of further positions, such as those of the prompt. Several may share an
-    array.
-    """
+    """Requests with expert choices of further positions, such as the prompt's. Several may share an array."""
     sampling_masks: np.ndarray | None = None
     """[B] object: the ascending ids from which each token was drawn, as bytes of int32, or `None` for the
     whole vocabulary. `None` alone if all are of that.

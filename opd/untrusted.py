@@ -58,9 +58,8 @@ def object_path(path: str) -> str:
         or any(part in ("", ".", "..") or len(os.fsencode(part)) > _MAX_NAME_BYTES for part in parts)
     ):
         raise StorageError(
-            f"{safe_excerpt(path)!r} names no object below a store; it has parts of at most"
-            f" {_MAX_NAME_BYTES} bytes"
-            " between single slashes, none of them `.` or `..`."
+            f"{safe_excerpt(path)!r} names no object below a store; it has parts of at most {_MAX_NAME_BYTES}"
+            " bytes between single slashes, none of them `.` or `..`."
         )
     return path
 
@@ -199,9 +198,10 @@ GROUP = Path("/sys/fs/cgroup")
 def bounded_integer(value: object, least: int, most: int, label: str) -> int:
     """Return `value` if it is an integer from `least` to `most`. Else raise `ValueError` naming `label`."""
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(
-            f"{label} is {_number_text(value)} and must be a whole number from {least} to {most}"
-        )
+        # `str` of a number of thousands of digits is an error of its own.
+        large = isinstance(value, int) and abs(value) > 10**30
+        shown = "too large" if large else safe_excerpt(repr(value), 40)
+        raise ValueError(f"{label} is {shown} and must be a whole number from {least} to {most}")
     return value
 
 
@@ -255,12 +255,6 @@ def _of_group(name: str, otherwise: int = sys.maxsize) -> int:
         return int((GROUP / name).read_text())
     except (OSError, ValueError):  # no such group, or "max": no limit
         return otherwise
-
-
-def _number_text(value: object) -> str:
-    # `str` of a number of thousands of digits is an error of its own.
-    large = isinstance(value, int) and abs(value) > 10**30
-    return "too large" if large else safe_excerpt(repr(value), 40)
 
 
 def _finite_float(text: str) -> float:

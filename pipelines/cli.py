@@ -253,9 +253,7 @@ def _trajectory_command(options: argparse.Namespace, overrides: Sequence[str]) -
 
 
 def _plan_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print a plan or a simulation, and return the exit status. Raises `ConfigError` if options exclude each
-    other.
-    """
+    """Print a plan or a simulation. Raises `ConfigError` if options exclude each other."""
     if overrides and not options.recipe:
         raise ConfigError(f"opd plan without a recipe takes no settings of one; remove {overrides[0]}")
     names = [name.replace("-", "_") for name in ("store", *PLAN_NUMBERS)]

@@ -221,7 +221,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--json", action="store_true", help="one JSON object a line: level, check, finding, numbers"
     )
-    publish = commands.add_parser("publish", help=OTHERS["publish"], allow_abbrev=False)
+    publish = _add_other(commands, "publish")
     publish.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a Hugging Face folder")
     publish.add_argument("url", metavar="URL", help="a folder, or s3://BUCKET/PREFIX")
     publish.add_argument(
@@ -230,14 +230,13 @@ def build_parser() -> argparse.ArgumentParser:
     forms = ("float32", "bfloat16", "float16", "fp8")
     told = "of its matrices (default: as they are stored); fp8: codes and a scale for each 128 x 128"
     publish.add_argument("--dtype", action=_OnceAction, choices=forms, help=told)
-    report = commands.add_parser("report", help=OTHERS["report"], allow_abbrev=False)
+    report = _add_other(commands, "report")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    watch = commands.add_parser(
+    watch = _add_other(
+        commands,
         "watch",
-        help=OTHERS["watch"],
-        description="Prints the address of a page that follows the runs until Ctrl-C; only this machine can"
-        " open it. From elsewhere: ssh -L 8000:127.0.0.1:PORT HOST, then http://127.0.0.1:8000/.",
-        allow_abbrev=False,
+        "Prints the address of a page that follows the runs until Ctrl-C; only this machine can open it. From"
+        " elsewhere: ssh -L 8000:127.0.0.1:PORT HOST, then http://127.0.0.1:8000/.",
     )
     text = "run folders; one that is not there yet is waited for"
     watch.add_argument("runs", nargs="+", type=_parse_path, metavar="RUN", help=text)
@@ -248,40 +247,30 @@ def build_parser() -> argparse.ArgumentParser:
     _wal_parser(commands)
     _trajectory_parser(commands)
     _plan_parser(commands)
-    example = commands.add_parser(
-        "example",
-        help=OTHERS["example"],
-        description="Example: opd example quickstart > recipe.yaml, then opd run recipe.yaml.",
-        allow_abbrev=False,
-    )
+    text = "Example: opd example quickstart > recipe.yaml, then opd run recipe.yaml."
+    example = _add_other(commands, "example", text)
     names = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
     text = f"one of: {', '.join(names)}; without it, what each of them does"
     example.add_argument("name", nargs="?", choices=names, metavar="NAME", help=text)
-    completion = commands.add_parser(
-        "completion",
-        help=OTHERS["completion"],
-        description="Print it for a shell: "
-        'eval "$(opd completion bash)" in ~/.bashrc, the same with zsh in ~/.zshrc.',
-        allow_abbrev=False,
-    )
+    text = 'Print it for a shell: eval "$(opd completion bash)" in ~/.bashrc, the same with zsh in ~/.zshrc.'
+    completion = _add_other(commands, "completion", text)
     completion.add_argument("shell", choices=["bash", "zsh"])
     return parser
 
 
 def _models_parsers(commands: argparse._SubParsersAction) -> None:
-    compare = commands.add_parser(
+    compare = _add_other(
+        commands,
         "compare",
-        help=OTHERS["compare"],
-        description="opd compare RUN RUN ...: results of runs, in a table and a page. "
-        "opd compare MODEL MODEL --prompt TEXT, or --recipe R --domain D: what two models answer.",
-        allow_abbrev=False,
+        "opd compare RUN RUN ...: results of runs, in a table and a page. opd compare MODEL MODEL --prompt"
+        " TEXT, or --recipe R --domain D: what two models answer.",
     )
     places = "run folders; or two models: folders, or org/name on the Hub"
     compare.add_argument("places", nargs="+", metavar="RUN_OR_MODEL", help=places)
     compare.add_argument(
         "--out", action=_OnceAction, type=_parse_path, metavar="FILE", help="the page of runs"
     )
-    sample = commands.add_parser("sample", help=OTHERS["sample"], allow_abbrev=False)
+    sample = _add_other(commands, "sample")
     sample.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or org/name on the Hub")
     for parser in (compare, sample):
         parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
@@ -289,7 +278,7 @@ def _models_parsers(commands: argparse._SubParsersAction) -> None:
             parser.add_argument(
                 f"--{name}", action=_OnceAction, type=kind, metavar=name[0].upper(), help=text
             )
-    push = commands.add_parser("push", help=OTHERS["push"], allow_abbrev=False)
+    push = _add_other(commands, "push")
     push.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
     push.add_argument("repo", metavar="REPO", help="org/name; made, and private, if it is not there")
     push.add_argument(
@@ -310,9 +299,8 @@ def _plan_parser(commands: argparse._SubParsersAction) -> None:
 
 def _wal_parser(commands: argparse._SubParsersAction) -> None:
     lines = [f"{name}: {summary}." for name, summary in _WAL_ACTIONS.items()]
-    example = "Example: opd wal inspect runs/mine/stages/merge/wal"
-    text = " ".join([*lines, example])
-    wal = commands.add_parser("wal", help=OTHERS["wal"], description=text, allow_abbrev=False)
+    text = " ".join([*lines, "Example: opd wal inspect runs/mine/stages/merge/wal"])
+    wal = _add_other(commands, "wal", text)
     wal.add_argument("action", choices=list(_WAL_ACTIONS), metavar="ACTION")
     wal.add_argument("folder", type=Path, metavar="FOLDER")
     wal.add_argument(
@@ -323,9 +311,7 @@ def _wal_parser(commands: argparse._SubParsersAction) -> None:
 def _trajectory_parser(commands: argparse._SubParsersAction) -> None:
     lines = [f"{name}: {summary}." for name, summary in _TRAJECTORY_ACTIONS.items()]
     text = " ".join([*lines, "Example: opd trajectory show runs/mine"])
-    trajectory = commands.add_parser(
-        "trajectory", help=OTHERS["trajectory"], description=text, allow_abbrev=False
-    )
+    trajectory = _add_other(commands, "trajectory", text)
     trajectory.add_argument("action", choices=list(_TRAJECTORY_ACTIONS), metavar="ACTION")
     trajectory.add_argument("run", type=Path, metavar="RUN", help="a run folder, or that of a log")
     trajectory.add_argument(
@@ -356,6 +342,12 @@ def _trajectory_parser(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="let the commands of a replay take more than a recipe's default quotas, where the log says so",
     )
+
+
+def _add_other(
+    commands: argparse._SubParsersAction, name: str, description: str | None = None
+) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=OTHERS[name], description=description, allow_abbrev=False)
 
 
 def _add_command(
@@ -439,7 +431,6 @@ def parse_command(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _command_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of the commands by name."""
     return next(
         action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     )

@@ -29,25 +29,21 @@ from opd.ranks import Ranks
 from opd.rollout.preemption import Preemption
 
 
-def run_pipeline(recipe: Recipe, folder: RunFolder) -> None:
-    """Run every stage of `recipe`, then write results.json and report.html."""
-    _run_portions(recipe, folder, None)
-
-
-def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
-    """Run one stage after its needs, then write results.json and report.html.
-
-    `evaluate` measures existing models and trains nothing. Raises `ConfigError` for an unknown name.
+def run_pipeline(recipe: Recipe, folder: RunFolder, names: list[str] | None = None) -> None:
+    """Run every stage of `recipe`, or the named ones after their needs. Then write results.json and
+    report.html. `evaluate` measures existing models and trains nothing. Raises `ConfigError` for an unknown
+    name.
     """
-    _run_portions(recipe, folder, [stage])
-
-
-def _run_portions(recipe: Recipe, folder: RunFolder, names: list[str] | None) -> None:
     seen: set[str] = set()
     for part, stages in plan_portions(recipe, folder, names):
         _run_stages(part, folder, [stage for stage in stages if stage.name not in seen])
         seen |= {stage.name for stage in stages}
     record_results(recipe, folder)
+
+
+def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
+    """Run one stage as `run_pipeline` does."""
+    run_pipeline(recipe, folder, [stage])
 
 
 def record_results(recipe: Recipe, folder: RunFolder) -> None:

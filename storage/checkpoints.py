@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from opd.storage.tensors import TensorParts, TensorPiece
 
 Tensors = Mapping[str, Mapping[str, "Tensor | TensorPiece"]]
-"""Tensors by file and name."""
 Compare = Callable[[Path, Mapping[str, str], str, type[CheckpointError]], None]
 """`check_files`, or a version of it for several ranks."""
 

@@ -28,7 +28,6 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from opd.errors import OpdError, RunFolderError, StorageError, add_path_note, limit_fix
@@ -267,9 +266,7 @@ class FileLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -421,9 +418,7 @@ class MappedFile:
         return ctypes.get_errno() not in (errno.EFAULT, errno.EIO)  # older systems know no such advice
 
     def release_pages(self, start: int = 0, stop: int | None = None) -> None:
-        """Free the memory of those pages. They are read again when they are touched again. Changes to a
-        private map are lost.
-        """
+        """Free the memory of those pages until they are touched. Changes to a private map are lost."""
         self._advise_pages(mmap.MADV_DONTNEED, start, stop)
 
     def _advise_pages(self, advice: int, start: int, stop: int | None) -> int:

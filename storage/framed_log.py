@@ -52,9 +52,7 @@ MAX_LSN = 1 << 62
 """Limit of a file's first frame. No log comes near it, and later frames still have numbers."""
 MAX_PAYLOAD = (1 << 32) - 8
 END = 5
-"""The kind of the last frame of a file: the log was closed, or the snapshot is complete. All other kinds are
-the owner's.
-"""
+"""The last frame of a file: a closed log, or a complete snapshot. All other kinds are the owner's."""
 
 _FILE = struct.Struct("<8sII16sQQdI")
 _FRAME = struct.Struct("<IHHIIQQI")

@@ -317,7 +317,6 @@ class FramedLog:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the log's files."""
         return self._older_bytes + self._segment.size
 
     def append(self, kind: int, payload: bytes, count: int = 0) -> None:

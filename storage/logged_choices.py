@@ -43,8 +43,6 @@ _LIMIT = 1 << 20
 
 
 class LoggedChoices(NamedTuple):
-    """The content of a frame of choices."""
-
     digest: int
     rows: np.ndarray | None
     """[B, L, K], or `None` if no token of the chunk has any."""
@@ -139,9 +137,7 @@ def decode_choices(payload: memoryview) -> LoggedChoices:
 
 
 def encode_masks(tokens: bytes | memoryview, masks: np.ndarray) -> Iterator[bytes]:
-    """Yield the payloads of the frames of sampling `masks` [B] object that come before the frame whose
-    payload is `tokens`.
-    """
+    """Yield the payloads of frames of sampling `masks` [B] object, before the frame with payload `tokens`."""
     ids = b"".join(mask for mask in masks if mask is not None)
     for start in range(0, len(ids), _LARGEST):
         part = ids[start : start + _LARGEST]
@@ -150,8 +146,6 @@ def encode_masks(tokens: bytes | memoryview, masks: np.ndarray) -> Iterator[byte
 
 
 class LoggedMasks(NamedTuple):
-    """The content of a frame of masks."""
-
     digest: int
     first: int
     ids: bytes

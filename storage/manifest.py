@@ -294,7 +294,6 @@ class Manifest:
 
     @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors, by name."""
         return {name: entry.shape for unit in self.units.values() for name, entry in unit.tensors.items()}
 
     @property
@@ -313,7 +312,6 @@ class Manifest:
         return f"{self.version_name}/{shard_path(shard, self.shards)}"
 
     def shard_offset(self, unit: str, shard: int) -> int:
-        """Return the offset of the slice of `unit` in a shard file."""
         return self._offsets[shard][unit]
 
     def rank_extents(self, unit: str, rank: int, world: int) -> list[ShardExtent]:

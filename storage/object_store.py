@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import unquote
 
@@ -41,7 +40,6 @@ class StoreOptions:
     """Time-outs, retries and sizes of requests. The defaults outlast a store that is away for ten seconds."""
 
     retry: Retry = STORES
-    """Retries of one request."""
     connect_seconds: float = 5.0
     stall_seconds: float = 10.0
     """A transfer slower than `least_bytes_per_second` for this long has failed."""
@@ -233,9 +231,8 @@ class ObjectStore(ABC):
         size = self.size(path)
         if most is not None and size > most:
             raise StorageError(
-                f"{self.object_address(path)} has {size} bytes where at most {most} are read; check the"
-                " URL, or publish"
-                " the model again."
+                f"{self.object_address(path)} has {size} bytes where at most {most} are read; check the URL,"
+                " or publish the model again."
             )
         require_memory(size, self.object_address(path))
         return self.get_range(path, 0, size)
@@ -305,9 +302,7 @@ class ObjectStore(ABC):
     def __enter__(self) -> ObjectStore:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _thread_pool(self) -> ThreadPoolExecutor:
@@ -377,9 +372,8 @@ class LocalStore(ObjectStore):
         except OSError as error:
             mend = limit_fix(error, "free disk space or check permissions")
             raise StorageError(
-                f"{self.object_address(path)} cannot be written ({error.strerror or error}); {mend}, then"
-                " run the"
-                " command again, a run with --resume."
+                f"{self.object_address(path)} cannot be written ({error.strerror or error}); {mend}, then run"
+                " the command again, a run with --resume."
             ) from error
 
     def _read(self, request: RangeRequest) -> None:
@@ -419,8 +413,7 @@ class LocalStore(ObjectStore):
         if not target.parent.resolve().is_relative_to(self.folder.resolve()):
             raise StorageError(
                 f"{self.object_address(path)} would be written outside of {self.url}, where a link leads;"
-                " remove the"
-                " link."
+                " remove the link."
             )
         return target
 

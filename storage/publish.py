@@ -92,9 +92,7 @@ class UnitSource:
         return buffer
 
     def require_numbers(self, start: int, data: bytearray) -> None:
-        """Raise `CheckpointError` naming a tensor that holds NaN or infinity in `data`, which was read from
-        byte `start` on.
-        """
+        """Raise `CheckpointError` naming a tensor with NaN or infinity in `data`, from byte `start` on."""
         view = memoryview(data)
         for entry, source in self._pieces:
             low, high = max(start, entry.offset), min(start + len(data), entry.offset + entry.nbytes)
@@ -132,8 +130,6 @@ class ModelForm:
 
 @dataclass(frozen=True, slots=True)
 class PublishResult:
-    """Result of `publish`."""
-
     manifest: Manifest
     written: bool
     """False if the same bytes had been published already."""

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -183,9 +182,7 @@ class PublishedModel:
     def __enter__(self) -> PublishedModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _store_path(self, below_url: str) -> str:
@@ -251,8 +248,7 @@ class PublishedModel:
         if size != due:
             raise StorageError(
                 f"{self.store.object_address(path)} has {size} bytes where its manifest says {due}; publish"
-                " the model"
-                " again."
+                " the model again."
             )
         self._sized.add(shard)
 
@@ -262,15 +258,13 @@ class PublishedModel:
         if (size := self.store.size(path)) != entry.size:
             raise StorageError(
                 f"{self.store.object_address(path)} has {size} bytes where its manifest says {entry.size};"
-                " delete the"
-                " object and publish the model again."
+                " delete the object and publish the model again."
             )
         data = self.store.get_range(path, 0, entry.size)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise StorageError(
                 f"{self.store.object_address(path)} bytes 0-{entry.size} are corrupt: the sha256 differs;"
-                " delete the"
-                " object and publish the model again."
+                " delete the object and publish the model again."
             )
         return data
 

@@ -296,8 +296,6 @@ class ReadCounters:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A field of a lot."""
-
     source: TensorSource
     dtype: np.dtype
     rows: np.ndarray
@@ -316,7 +314,6 @@ class _Field:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.dtype.itemsize * math.prod(self.form)
 
     def byte_range(self, row: int, start: int, stop: int) -> tuple[int, int]:

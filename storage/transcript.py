@@ -39,7 +39,6 @@ class Tokens:
 
     @classmethod
     def empty(cls) -> Tokens:
-        """Return no tokens."""
         return cls(*_NOTHING)
 
     @classmethod
@@ -297,7 +296,6 @@ class Transcript:
         return replace(tokens, expert_spans=tuple(self._spans[uid])) if uid in self._spans else tokens
 
     def token_count(self) -> int:
-        """Return the number of tokens of all requests."""
         return int(self._due[list(self._numbers.values())].sum())
 
     def drop_requests(self, uids: Iterable[str]) -> None:
@@ -389,9 +387,7 @@ def masks_of(tokens: Tokens) -> np.ndarray | None:
 
 
 def check_masks(chunk: Chunk, most: int) -> None:
-    """Raise `RolloutError` for sampling masks of a chunk that are not those of its tokens, or have more than
-    `most`.
-    """
+    """Raise `RolloutError` for masks of a chunk that are not those of its tokens, or of more than `most`."""
     rows = chunk.sampling_masks
     if rows is None:
         return

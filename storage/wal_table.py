@@ -47,8 +47,7 @@ TOKEN = np.dtype(
         ("kept", "<u4"),
     ]
 )
-"""One token, 24 bytes: request number, response position, id, log-probability, version, ids in its sampling
-mask (0: it has none)."""
+"""A token, 24 bytes: request number, position, id, log-probability, version, ids in its mask (0: none)."""
 RAW = np.dtype("V24")
 """The same 24 bytes without fields: numpy moves these ten times faster."""
 END_OF_REQUEST = np.dtype([("request", "<u4"), ("status", "<u4")])
@@ -63,25 +62,19 @@ _NO_REASON = 0xFFFF_FFFF
 
 
 class OpenPayload(NamedTuple):
-    """The content of an `OPEN` frame."""
-
     number: int
     request: RolloutRequest
     metadata: dict[str, Any]
 
 
 class ClosePayload(NamedTuple):
-    """The content of a `CLOSE` frame."""
-
     number: int
     status: Status
     reason: str | None
 
 
 def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, object]) -> bytes:
-    """Encode number and prompt of a request in binary, the rest as JSON. Raises `StorageError` for values
-    JSON cannot hold.
-    """
+    """Encode a request: number and prompt in binary, the rest as JSON. Raises `StorageError` if it cannot."""
     try:
         if all(type(key) is type(value) is str for key, value in metadata.items()):
             metadata_text = _pairs_json(tuple(metadata.items()))  # which the requests of a batch mostly share

@@ -215,9 +215,7 @@ _LOOKED_BYTES = 8 << 20
 
 
 def are_numbers(dtype: str, data: bytes | bytearray | memoryview) -> bool:
-    """Return whether `data`, elements of a safetensors type, holds neither NaN nor infinity. Integers never
-    do.
-    """
+    """Return whether `data`, of a safetensors type, holds neither NaN nor infinity. Integers never do."""
     import numpy as np  # late: run folders are opened, and refused, without it
 
     if dtype not in _EXPONENTS:
@@ -231,8 +229,7 @@ def no_number(folder: Path, name: str) -> CheckpointError:
     """Return the error for a tensor that holds NaN or infinity."""
     return CheckpointError(
         f"{folder} holds NaN or infinity in {safe_excerpt(name)}, as after a training that diverged or a"
-        " conversion"
-        " that overflowed; give a model whose weights are numbers, such as an earlier checkpoint."
+        " conversion that overflowed; give a model whose weights are numbers, such as an earlier checkpoint."
     )
 
 

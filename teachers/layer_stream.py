@@ -90,7 +90,6 @@ class LayerStream:
 
     Args:
         prefetch_bytes: Most bytes ready, or on their way, besides the unit in use.
-        device: Target of the bytes.
         group: The ranks that share the reading, each 1/N. The background thread uses it alone: make one with
             `torch.distributed.new_group`. Every rank must request the same units in the same order.
         cache: This node's cache of data from object stores.
@@ -113,9 +112,7 @@ class LayerStream:
         """Its buffer, and all that its teachers add: converted layers and heads."""
         self.head_pages = HeadPages()
         self.stall_seconds = 0.0
-        """How long callers have waited for bytes; of a CUDA device's own waiting for the last copy it says
-        nothing.
-        """
+        """How long callers have waited for bytes, without a CUDA device's own waiting for the last copy."""
         self.requests: ExpertRequests | None = None
         """Of the unit in use, if its experts are asked for."""
         self._changed = threading.Condition()
@@ -129,7 +126,6 @@ class LayerStream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its buffer."""
         return self._arena.nbytes
 
     def request_pass(

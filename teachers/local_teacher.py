@@ -33,7 +33,6 @@ class LocalTeacher:
         name: Its name in recipes and metrics.
         path: Its folder, read when the first samples arrive.
         dtype: Of its weights and hidden states.
-        device: Where it runs.
         max_tokens: Packed tokens per forward pass.
         vocabulary: Size of the student's tokenizer; both heads are cut to it, however they are padded.
         sequence_chunk: More packed tokens go through the layers in pieces of so many.
@@ -88,7 +87,6 @@ class LocalTeacher:
 
     @property
     def digest(self) -> str:
-        """Digest of the weights."""
         return self._digest
 
     @torch.no_grad()

@@ -123,9 +123,7 @@ class FolderSource:
         return self._digest
 
     def read(self, pieces: Sequence[ParameterPart]) -> Iterator[tuple[str, Tensor]]:
-        """Copy the slices out of the mapped files, which are open while this runs. Those of quantised tensors
-        are in float32.
-        """
+        """Copy the slices out of the mapped files, open meanwhile. Those of quantised tensors are float32."""
         if self._parts is not None:
             yield from self._read_quantised(pieces, self._parts)
             return
@@ -199,7 +197,6 @@ class PublishedSource:
 
     @property
     def digest(self) -> str:
-        """Digest of the published weights."""
         return self.published.manifest.digest
 
     @property
@@ -404,7 +401,6 @@ class MegatronTeacher:
 
     @property
     def digest(self) -> str:
-        """Digest of the weights."""
         return self.source.digest
 
     @property

@@ -198,9 +198,8 @@ def _read_description(store: ObjectStore) -> dict[str, Any]:
             raise StorageError(broken)
         if not _is_base_url(base["url"], store.url):
             raise StorageError(
-                f"{store.object_address(DESCRIPTION)} names the base {safe_excerpt(base['url'])!r}, which"
-                " is no path and no"
-                " URL of the kind of its own store; publish the adapter again."
+                f"{store.object_address(DESCRIPTION)} names the base {safe_excerpt(base['url'])!r}, which is"
+                " no path and no URL of the kind of its own store; publish the adapter again."
             )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(broken) from error

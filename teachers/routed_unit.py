@@ -199,9 +199,6 @@ class ExpertRequests:
         self._used_bytes = 0
 
 
-if TYPE_CHECKING:
-    from opd.teachers.unit_memory import ByteMeter
-
 TakeExperts = Callable[[Collection[int]], Mapping[int, Mapping[str, Tensor]]]
 """Experts that tokens were routed to -> those that were read since the last call, by names of files."""
 

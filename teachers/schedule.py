@@ -327,9 +327,7 @@ class TeacherSchedule:
         self._meter = ScheduleMeter(self._teachers, self._heads)
 
     def follow(self, backend: Backend, updates: int = 1) -> None:
-        """Let the teachers that are the student score with what `backend` trains, whose weights change
-        `updates` times a step.
-        """
+        """Let teachers that are the student score with `backend`, which updates `updates` times a step."""
         for teacher in self._teachers.values():
             if isinstance(teacher, FollowingTeacher):
                 teacher.follow(backend, updates)
@@ -474,9 +472,7 @@ class TeacherSchedule:
         return self._cache if self._cache is not None and self._cache.caches_teacher(name) else None
 
     def _not_cached(self, name: str, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples teacher `name` has to run on, as it reads them. The cache gives the rows of
-        others.
-        """
+        """Return the samples teacher `name` has to run on, as it reads them. The cache has the others."""
         answered = [s for s in samples if len(s.response_ids)]
         mine = [s for s in answered if name in self._routes[s.teacher or ""].teachers]
         mine = self._in_own_tokens(name, mine) if name in self._translators else [s.as_taught() for s in mine]

@@ -98,9 +98,7 @@ class TeacherLogprobs:
     def scored_view(
         self, name: str, weight: float, samples: Sequence[Sample], device: torch.device | None
     ) -> ScoredView:
-        """Return the log-probabilities of `samples`, end to end. Raises `TeacherError` for a sample that was
-        not scored.
-        """
+        """Return the log-probabilities of `samples`, end to end. Raises `TeacherError` if one is unscored."""
         missing = next((s.uid for s in samples if not self.has_sample(name, s)), None)
         if missing is not None:
             raise TeacherError(

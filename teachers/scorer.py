@@ -146,9 +146,7 @@ def by_folder(folder: str | Path) -> Read:
 
 
 def _reference_logprobs(hidden: Tensor, head: Head) -> np.ndarray:
-    """Return [N - 1] log-probabilities of the probe's tokens but the first, from the states `hidden` [N - 1,
-    D] before them.
-    """
+    """Return [N - 1] log-probabilities of the probe's tokens but the first, from `hidden` [N - 1, D]."""
     ids = torch.from_numpy(PROBE[1:].astype(np.int64))
     with torch.no_grad():
         return linear_logprobs(hidden, head, ids).float().numpy()
@@ -248,9 +246,7 @@ class Scorer(ABC):
         has_checksum = self.checksum is not None
         self.proof = WeightProof(None if has_checksum else read, needed=self.hidden and not has_checksum)
         self.tolerance = EXACT
-        """Nats by which outputs may differ: those of the coarsest server, since servers are compared with
-        each other too.
-        """
+        """Nats by which outputs may differ: the coarsest server's, because servers are compared, too."""
 
     @property
     @abstractmethod

@@ -80,8 +80,7 @@ def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOpt
         look_at = f"servers.{config.started_group}, and what the server says in logs/servers"
         revive = (
             f"the run starts servers.{config.started_group} again by itself: see in logs/servers why it was"
-            " away,"
-            " raise `patience` if it takes longer to start, and continue with --resume"
+            " away, raise `patience` if it takes longer to start, and continue with --resume"
         )
         options = replace(options, look_at=look_at, revive=revive, api_key=config.server_key)
     if config.urls_file is None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +45,12 @@ from opd.models.quantised_weights import plain_tensors
 from opd.models.recurrence import MixerCall, mix_by, replace_forward
 from opd.models.stored_form import MISSING, UNKNOWN, StoredForm
 from opd.storage.files import atomic_folder, write_atomic
-from opd.storage.manifest import EMBEDDING_WEIGHT, HEAD_WEIGHT, LATEST, MANIFEST, unit_of
+from opd.storage.manifest import EMBEDDING_WEIGHT, HEAD_WEIGHT, LATEST, MANIFEST, TensorEntry, Unit, unit_of
 from opd.storage.published import PublishedModel
 from opd.storage.tensors import DTYPES, FLOATS, save_tensors
 from opd.teachers.published_adapter import DESCRIPTION, PublishedAdapter, is_adapter
 from opd.teachers.routed_unit import BlockMemory, PartHolder, RoutedExperts, RoutedUnit, TakeExperts
-from opd.teachers.unit_memory import own_pages
-
-if TYPE_CHECKING:
-    from opd.storage.manifest import TensorEntry, Unit
-    from opd.teachers.unit_memory import ByteMeter
-
+from opd.teachers.unit_memory import ByteMeter, own_pages
 
 DtypeOf = Callable[[str], torch.dtype]
 """The dtype that the floating-point tensor of a name is wanted in."""

@@ -65,9 +65,7 @@ class StudentTeacher:
         self._process = secrets.token_hex(8)  # another attempt's rounding may differ
 
     def follow(self, backend: Backend, updates: int) -> None:
-        """Score with what `backend` trains, whose weights change `updates` times a step. Call it before a
-        checkpoint is loaded.
-        """
+        """Score with `backend`, which updates `updates` times a step. Call it before loading a checkpoint."""
         if not isinstance(backend, TorchBackend):
             raise TeacherError(
                 f"teacher {self.name} is of type student, whose weights {type(backend).__name__} cannot lend;"

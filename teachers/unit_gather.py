@@ -42,9 +42,7 @@ class Staging:
         return sum(len(piece) for piece in self._pieces)
 
     def next_buffer(self, nbytes: int) -> Tensor:
-        """Return [nbytes] uint8 to write into, until `send_buffer`. Waits until the old content has been
-        sent.
-        """
+        """Return [nbytes] uint8 to write into, until `send_buffer`. Waits until old content has been sent."""
         self._turn = 1 - self._turn
         event = self._events[self._turn]
         if event is not None:

@@ -63,9 +63,7 @@ def is_commit(text: str) -> bool:
 
 
 def hub_name(text: str) -> HubName | None:
-    """Parse a name on the Hub. Return `None` for everything else, and if the path exists here, which takes
-    precedence.
-    """
+    """Parse a name on the Hub. Return `None` for everything else, such as a path that exists here."""
     match = _FILE.fullmatch(text)
     if match is not None:
         parts = match["file"].split("/")

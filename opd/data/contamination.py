@@ -23,8 +23,7 @@ from opd.rollout.prompts import Prompt
 _SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_SIGNS}]|[^\W_{_SIGNS}]+")
 _COMMON = 10
-"""An n-gram of more different training texts than this is common (GPT-3's rule: Brown et al. 2020, appendix
-C)."""
+"""An n-gram of more training texts than this is common (GPT-3's rule: Brown et al. 2020, appendix C)."""
 _MOST = 4_000_000
 """Maximum n-grams of the index. Above it only every second, or third, ... is indexed, and a shared text must
 be a word or two longer to be found for sure."""

@@ -69,7 +69,6 @@ class Demonstration:
     prompt: Prompt
     """The question: a text, or the messages before the first trained answer."""
     completion: str | None = None
-    """The answer to a text."""
     messages: list[dict[str, Any]] | None = None
     """The full conversation."""
     unlearnt: Collection[int] = ()
@@ -93,9 +92,7 @@ def read_demonstrations(source: str, domain: str | None) -> list[Demonstration]:
 
 
 def iter_demonstrations(source: str, domain: str | None, names: set[str]) -> Iterator[Demonstration]:
-    """Yield the rows one by one; an empty file is no error. The names in the column `domain` are added to
-    `names`.
-    """
+    """Yield the rows; an empty file is no error. The names in the column `domain` are added to `names`."""
     for where, row in rows_of(Path(source), domain, names):
         yield _parse_row(where, row, domain or str(row.get("domain") or ""))
 
@@ -252,9 +249,7 @@ class DemonstrationEncoder:
     stops: Collection[int]
 
     def encode(self, row: Demonstration) -> EncodedDemonstration:
-        """Encode `row`. Raises `DataError` naming it if its tokens, or the assistant's among them, cannot be
-        determined.
-        """
+        """Encode `row`. Raises `DataError` naming it if its tokens, or the assistant's, are undetermined."""
         if row.completion is not None:
             return self._encode_texts(row.prompt, row.completion)
         try:

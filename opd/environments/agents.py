@@ -53,8 +53,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AgentOutcome:
-    """The result of an agent."""
-
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     answer: tuple[str, int] | None = None
@@ -70,15 +68,12 @@ class _Episode:
     task: Task
     session: Session
     branches: list[Sample] = field(default_factory=list)
-    """Further samples of the episode."""
 
 
 class Agents(EpisodeKind):
     """Implements `opd.rollout.collect.Generate` for a domain whose environment is an agent.
 
     Args:
-        config: The domain's.
-        domain: Its name.
         tokenizer: The student's.
         template: Arguments of the chat template's own.
     """
@@ -303,7 +298,7 @@ def _branch_response(path: Sequence[BranchTurn], learnt: Collection[BranchTurn])
         if parts:
             versions_before = parts[-1][0].policy_versions
             versions = np.full(len(turn.added), versions_before[-1] if len(versions_before) else 0, np.int32)
-            parts.append((_context_tokens(turn.added, versions), False))
+            parts.append((Tokens(turn.added, np.zeros(len(turn.added), np.float32), versions), False))
         tokens = turn.tokens
         parts.append(
             (replace(tokens, logprobs=np.zeros(len(tokens), np.float32)), False)
@@ -311,7 +306,3 @@ def _branch_response(path: Sequence[BranchTurn], learnt: Collection[BranchTurn])
             else (tokens, True)
         )
     return parts
-
-
-def _context_tokens(ids: np.ndarray, versions: np.ndarray) -> Tokens:
-    return Tokens(ids, np.zeros(len(ids), np.float32), versions)

@@ -40,9 +40,7 @@ class BranchTurn:
     """One turn of the model: its context and its tokens."""
 
     uid: str
-    """Uid of its request."""
     parent: BranchTurn | None
-    """The turn that it continues."""
     added: np.ndarray
     """[A] int32: the tokens between the parent's tokens and its own, or a branch's full prompt."""
     most: int
@@ -56,7 +54,6 @@ class BranchTurn:
     live: bool = False
     """True if a client streams it."""
     tokens: Tokens = field(default_factory=Tokens.empty)
-    """Tokens so far."""
     status: Status | None = None
     """Set once it has ended."""
     looked: int = 0
@@ -104,8 +101,6 @@ class BranchTurn:
 
 @dataclass(frozen=True, slots=True)
 class ClientAnswer:
-    """The answer of a turn for its client."""
-
     text: str
     calls: list[dict[str, Any]]
     """In the form of OpenAI's API."""
@@ -122,7 +117,6 @@ class Branches:
 
     Args:
         sample: The sample of the episode. Its prompt is the agent's task.
-        config: The domain's.
         sampling: The recipe's. `max_new_tokens` bounds each branch behind its prompt.
         template: Arguments of the chat template's own.
     """
@@ -312,9 +306,7 @@ class Branches:
             )
 
     def _refuse_unread(self, request: AgentRequest, messages: Sequence[Message]) -> None:
-        """Raise `RefusedRequestError` if the chat template would not show the model the new `messages`, or
-        tools.
-        """
+        """Raise `RefusedRequestError` if the chat template would not show the model new messages or tools."""
         tools = {"tools": list(request.tools)} if request.tools else {}
         try:
             refuse_unread(self._tokenizer, messages, {**self._template, **tools}, tools)

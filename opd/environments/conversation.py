@@ -35,9 +35,7 @@ _OBSERVED = "SaidByTheEnvironment"
 
 
 def bound_messages(messages: str | Sequence[Message], most: int) -> str | list[Message]:
-    """Shorten an environment's messages to about `most` characters. Long messages use the space that short
-    ones leave.
-    """
+    """Shorten an environment's messages to about `most` characters. Long ones use what short ones leave."""
     if isinstance(messages, str):
         return shorten_text(messages, most)
     texts = [str(one["content"]) for one in messages]
@@ -157,8 +155,7 @@ class Conversation:
         except Exception as error:  # tokenizers raise errors of any kind
             raise RolloutError(
                 f"the tokenizer cannot encode {safe_excerpt(text)} ({reason_of(error)}); give the model one"
-                " that has"
-                " tokens for every character, or let the environment say what it can."
+                " that has tokens for every character, or let the environment say what it can."
             ) from error
 
 
@@ -194,7 +191,6 @@ def parse_calls(text: str, form: ToolFormat) -> tuple[list[ToolCall], list[str]]
 
 
 def without_calls(text: str, form: ToolFormat) -> str:
-    """Return the rest of `text` without its calls."""
     if form == "hermes":
         return _HERMES.sub("", text).strip()
     if form == "llama":

@@ -100,8 +100,6 @@ class Episodes(EpisodeKind):
     """Implements `opd.rollout.collect.Generate` for a domain with an environment.
 
     Args:
-        config: The domain's.
-        domain: Its name.
         tokenizer: The student's.
         template: Arguments of the chat template's own.
         log: Log of the commands, for an environment that runs any.

@@ -46,8 +46,6 @@ class RefusedRequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """A parsed request."""
-
     choices: int
     most: int | None
     """Most tokens of the answer."""

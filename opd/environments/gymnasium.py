@@ -25,9 +25,7 @@ _NUMBER = r"(?<![\w.-])-?\d+(?!\w|\.\d)"
 
 
 class Gymnasium:
-    """One episode. With `render_mode: ansi` among `kwargs` the model sees the environment's rendering, else
-    the observation itself.
-    """
+    """One episode. With `render_mode: ansi` in `kwargs` the model sees a rendering, else the observation."""
 
     def __init__(
         self, id: str, kwargs: Mapping[str, Any] | None = None, actions: Sequence[str] | None = None

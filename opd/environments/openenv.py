@@ -99,9 +99,7 @@ class OpenEnv:
             await session.close()
 
     async def _send_message(self, method: str, data: Mapping[str, object]) -> Any:
-        """Return the data of the server's answer. Raises `OpenEnvError`, and `_ServerRefusedError` for an
-        action that the server finds invalid.
-        """
+        """Return an answer's data. Raises `OpenEnvError`, `_ServerRefusedError` for an invalid action."""
         import aiohttp
 
         try:
@@ -161,7 +159,6 @@ def _read_step(data: Any) -> tuple[Any, float, bool]:
 
 
 def _fill_template(form: Any, text: str) -> Any:
-    """Replace `{text}` in `form` by `text`."""
     if isinstance(form, str):
         return form.replace(TEXT, text)
     if isinstance(form, Mapping):

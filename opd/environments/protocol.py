@@ -27,8 +27,6 @@ Observation = str | Sequence[Message] | None
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The task of an episode."""
-
     uid: str
     """Uid of the sample: the same in a resumed run, and different for each sample of a group."""
     prompt: str
@@ -36,18 +34,14 @@ class Task:
     messages: Sequence[Message]
     """The prompt's messages, or none if it is text."""
     label: Any
-    """The prompt's label."""
     metadata: dict[str, Any]
     """Other columns of the prompt's row."""
     seed: int
-    """In [0, 2**31): a function of the run's seed and the prompt, so that all episodes of a group share one
-    world."""
+    """In [0, 2**31): from the run's seed and the prompt, so that episodes of a group share one world."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of the model."""
-
     name: str
     arguments: dict[str, Any]
 
@@ -105,9 +99,7 @@ class Environment(Protocol):
 
 
 def is_success(sample: Sample, above: float) -> bool:
-    """Return True if a scored response counts as right: an episode by its environment's rule, any other if
-    its reward is above `above`.
-    """
+    """Return True if a scored response is right: an episode by its own rule, any other above `above`."""
     episode = sample.metadata.get(EPISODE) or {}
     rule = episode.get("success", above)
     if isinstance(rule, str):
@@ -138,9 +130,7 @@ def agent_function(config: EnvironmentConfig, domain: str) -> Callable[..., Any]
 
 
 def environment_class(config: EnvironmentConfig, domain: str) -> Callable[..., Environment]:
-    """Import the environment's class. Raises `ConfigError` if it is no environment, or does not take the
-    recipe's `params`.
-    """
+    """Import the environment's class. Raises `ConfigError` if it is none, or does not take `params`."""
     where = f"domains.{domain}.environment"
     path = BUILT_IN.get(config.type, config.type)
     environment: Any = import_attribute(path, where, ConfigError)

@@ -72,9 +72,7 @@ def image_in(settings: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def limits_in(settings: Mapping[str, Any]) -> Limits:
-    """Read the sandbox's limits from the log's settings. Raises `ValueError` or `LookupError` for invalid
-    ones.
-    """
+    """Read the sandbox's limits from a log's settings. Raises `ValueError` or `LookupError`."""
     limits, most = settings["limits"], Limits()
     memory, disk = (
         bounded_integer(limits[name], 1 << 20, 1 << 60, f"limits.{name}") for name in ("memory", "disk")

@@ -35,9 +35,7 @@ Choose = Callable[[Sequence[str], str], str]
 
 
 class TextWorld:
-    """One game. An action's first line is the command. The reward is the gained share of the game's maximal
-    score, so a won game is worth 1.
-    """
+    """One game. An action's first line is the command. The reward is the share of the maximal score."""
 
     def __init__(self, games: str, show_commands: bool = False) -> None:
         """`games`: the folder of the games. `show_commands`: list the possible commands after each answer."""

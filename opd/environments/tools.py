@@ -77,9 +77,7 @@ print(f"{len(found)} rows")
 
 
 def schema(name: str, description: str, /, **arguments: str) -> dict[str, Any]:
-    """JSON schema of a tool, as chat templates take it. All `arguments` are texts; their values are
-    descriptions.
-    """
+    """JSON schema of a tool, for chat templates. All `arguments` are texts; their values are descriptions."""
     properties = {key: {"type": "string", "description": text} for key, text in arguments.items()}
     parameters = {"type": "object", "properties": properties, "required": list(arguments)}
     return {

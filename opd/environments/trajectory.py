@@ -58,8 +58,6 @@ class RecordKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command for a sandbox."""
-
     words: Sequence[str]
     stdin: bytes = b""
     timeout: float | None = None

@@ -34,9 +34,7 @@ class VerifiersWorld:
         self._remaining, self._tasks = iter(self.env.taskset), list[Any]()
 
     def _resolve_config(self, taskset: str, settings: Mapping[str, Any], loaders: Any) -> Any:
-        """Return the settings of an environment with one agent, whose program runs here unless the settings
-        say where.
-        """
+        """Return the settings of one agent's environment, whose program runs here unless they say where."""
         env_settings = json.loads(json.dumps(settings))
         form = loaders.env_config_type(taskset, env_settings.get("id") or "")
         agent_form = self._vf.AgentConfig

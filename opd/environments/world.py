@@ -241,7 +241,6 @@ _SPARE_SECONDS = 10.0
 
 
 def _check_observation(observation: object, where: str) -> Observation:
-    """Return `observation`, if it is an observation."""
     if observation is None or type(observation) is str:
         return observation
     if isinstance(observation, str):

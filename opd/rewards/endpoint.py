@@ -238,7 +238,6 @@ class Replies:
         self._with_recovery(self._open_file)
 
     def find_replies(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return the stored values of `keys`."""
         return self._with_recovery(lambda: self._select_replies(list(keys)))
 
     def store_replies(self, values: Mapping[str, object]) -> dict[str, Any]:

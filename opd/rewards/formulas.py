@@ -154,9 +154,7 @@ _BEHIND = re.compile(
 
 
 def number_and_unit(formula: str) -> tuple[str, str] | None:
-    """The number and the unit of a formula that is one number with its unit: `5 cm`, `\\$5`, `5\\%`. `None`
-    for other formulas.
-    """
+    """Return number and unit of a formula that is one: `5 cm`, `\\$5`, `5\\%`. `None` for other formulas."""
     text = formula.strip()
     unit_first = _BEFORE.fullmatch(text)
     if unit_first is not None:

@@ -151,9 +151,7 @@ def _extract_formula(settings: MathReward, text: str) -> str | None:
 
 
 def _side_by_side(text: str) -> str | None:
-    """Return the content of the last box, as a list with boxes right before it, because two boxes are two
-    answers.
-    """
+    """Return the last box's content, as a list with boxes right before it: two boxes are two answers."""
     answer, contents, next_start = without_thoughts(text), [], 0
     for start, end, content in islice(find_boxes(answer), _FEW):
         is_apart = next_start - end > _JOINT or _BETWEEN.fullmatch(answer, end, next_start) is None
@@ -316,9 +314,7 @@ def _differ_in_form(label: str, response: str, is_whole: bool) -> bool:
 
 
 def _differ_tiny(right: Sequence[Any], answer: Sequence[Any], digits: int) -> bool:
-    """Return True if both are numbers so small that they are equal only to `digits` places: 2^-98 is not
-    2^-99.
-    """
+    """Return True if both are so small that they are equal only to `digits` places: 2^-98 is not 2^-99."""
     numbers = []
     for parsed in (right, answer):
         number = next((one for one in parsed if getattr(one, "is_number", False)), None)

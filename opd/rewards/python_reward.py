@@ -396,9 +396,7 @@ def _stripped_lines(text: str) -> list[str]:
 
 
 def score(settings: PythonReward, answers: Sequence[Answered]) -> list[Score]:
-    """1 if all tests pass, else 0 or, with `partial`, the share that passes. Feedback is the first test that
-    fails.
-    """
+    """1 if all tests pass, else 0, or with `partial` their share. Feedback is the first test that fails."""
 
     def score_answer(answer: Answered, number: int) -> Score:
         passed, feedback = run_label(settings, answer)

@@ -38,9 +38,7 @@ _OF_NUMBERS = re.compile(r"((?<=\d)[./:-](?=\d)|(?<![\w.])-(?=\.?\d))")
 
 
 def squad_form(text: str) -> str:
-    """Return `text` as SQuAD's script compares it: lower case, no punctuation but a number's, no articles,
-    single blanks.
-    """
+    """Return `text` in SQuAD's form: lower case, single blanks, no articles, punctuation in numbers alone."""
     parts = _OF_NUMBERS.split(text.lower())  # every second one is a sign that stays
     plain = "".join(part if index % 2 else part.translate(_PUNCTUATION) for index, part in enumerate(parts))
     return " ".join(_ARTICLES.sub(" ", plain).split())
@@ -52,9 +50,7 @@ _WHOLE = re.compile(r"([-+]?\d+)\.0")
 
 
 def right_answers(label: object) -> list[str]:
-    """Return the right answers: a label, or a list of them. A number written by a table also counts as people
-    write it.
-    """
+    """Return the right answers: a label, or a list. A table's number counts as people write it, too."""
     answers = []
     for one in label if isinstance(label, list) else [label]:
         text = str(one).strip() if isinstance(one, str) else written_number(plain_label(one))

@@ -29,7 +29,6 @@ class Answered:
     text: str
     label: Any
     prompt: str = ""
-    """The prompt, as in the data."""
     context: str = ""
     """The model's input: the prompt with its chat template."""
 
@@ -249,9 +248,7 @@ def _last_line(text: str) -> str | None:
 
 
 def _code_blocks(text: str) -> list[tuple[str, str]]:
-    """(language, content) of blocks between lines of three backticks or tildes. The last block may lack its
-    end.
-    """
+    """(language, content) of blocks in lines of three backticks or tildes. The last may lack its end."""
     blocks: list[tuple[str, list[str]]] = []
     inside = ""
     for line in text.split("\n"):

@@ -12,11 +12,12 @@ import threading
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from opd.config.train import LoRAConfig
 from opd.kernels.ops import linear_logprobs
@@ -29,9 +30,6 @@ from opd.rollout.weight_proof import FUSED
 from opd.rollout.weight_sync import WeightFolder, Weights
 from opd.served.scoring import PROBE
 from opd.storage.files import permit_as
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TRIED = 0.5
 """Size of the trial adapter's change, relative to the standard deviation of each weight."""
@@ -49,8 +47,6 @@ class AdaptedStudent:
 
     Args:
         folder: The base, a Hugging Face folder.
-        lora: The form of the adapters.
-        dtype: Of the base's weights.
     """
 
     def __init__(self, folder: Path, lora: LoRAConfig, dtype: str) -> None:
@@ -134,7 +130,6 @@ class AdapterFolder(WeightFolder):
 
     Args:
         root: On a disk that every receiver sees under the same path.
-        student: Whose adapters they are.
     """
 
     # A vLLM server reads an unloaded adapter again for a late request, and ends if it is gone.

@@ -48,8 +48,6 @@ class AdapterPush(served_workers.FolderPush):
     """Adapters alone, through a folder that this process and every worker see.
 
     Args:
-        root: Adapters are written below this folder.
-        student: The student whose adapters they are.
         base: Sends the base to workers that hold other weights.
         verbs: Begin the paths of the requests to load and unload, such as `/v1`.
     """
@@ -77,9 +75,7 @@ class AdapterPush(served_workers.FolderPush):
             )
 
     async def unload_adapter(self, send: Ask, server: Server, name: str) -> None:
-        """Have `server` forget the adapter `name`, once no request uses it. Raises `RefusedError` if the
-        server does not know it.
-        """
+        """Have `server` forget adapter `name`, once unused. Raises `RefusedError` if it does not know it."""
         await send(server, "POST", f"{self._verbs}/unload_lora_adapter", {"lora_name": name})
 
     async def load_base(self, send: Ask, server: Server, name: str) -> int:
@@ -87,7 +83,6 @@ class AdapterPush(served_workers.FolderPush):
         return await self._base.load(send, server, name, await asyncio.to_thread(self._prepare_once, "base"))
 
     async def load_trial(self, send: Ask, server: Server, name: str) -> None:
-        """Have `server` load the trial adapter."""
         folder = (await asyncio.to_thread(self._prepare_once, "trial")).folder
         assert folder is not None
         await self._load_adapter(send, server, name, folder)
@@ -267,7 +262,6 @@ class AdapterVerbs(Verbs):
             )
 
     async def _loaded_adapters(self, server: Server) -> list[str]:
-        """Names of its loaded adapters."""
         answer = await self.request_json(server, "GET", "/v1/models")
         with convert_decode_errors(
             lambda cause: UnavailableError(f"{server.url}/v1/models: {cause}", answered=True)

@@ -42,14 +42,11 @@ NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits of the engine."""
-
     vocab_size: int
     max_sequence: int
     """Prompt plus response tokens."""
     positions: int | None = None
-    """Tokens whose keys and values fit in the cache's budget, if all slots are as long as the longest.
-    `None`: no limit."""
+    """Tokens that fit in the cache's budget, if all slots are as long as the longest. `None`: no limit."""
     token_bytes: int = 0
     """Bytes of one token's keys and values."""
 
@@ -136,9 +133,7 @@ def _pad_stops(stops: np.ndarray, width: int) -> np.ndarray:
 def queue_requests(
     requests: Sequence[RolloutRequest], limits: EngineLimits, in_flight: Collection[str] = ()
 ) -> RequestQueue:
-    """Check `requests` and queue them. Raises `RolloutError` for one that cannot be served, or whose uid is
-    among those `in_flight`.
-    """
+    """Check and queue `requests`. Raises `RolloutError` for one that cannot be served, or is `in_flight`."""
     uids = set(in_flight)
     for request in requests:
         if request.uid in uids:
@@ -399,7 +394,6 @@ class Band:
 
     @property
     def position_count(self) -> int:
-        """Number of positions read."""
         return (self.stop - self.first) * self.longest
 
 
@@ -436,8 +430,7 @@ def better_order(lengths: np.ndarray, position_bytes: int) -> tuple[np.ndarray, 
 
 
 def _cut_bands(lengths: np.ndarray, price: int) -> list[Band]:
-    """Slices of least total cost: the positions read, plus `price` for each slice. They begin at one of
-    `PARTS` bounds."""
+    """Slices of least cost: positions read, plus `price` a slice. They begin at one of `PARTS` bounds."""
     bounds = np.unique(len(lengths) * np.arange(PARTS + 1) // PARTS)
     most = np.maximum.reduceat(lengths, bounds[:-1])
     longest = np.maximum.accumulate(np.triu(np.broadcast_to(most, (len(most),) * 2)), axis=1)

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import weights_digest
@@ -33,9 +35,6 @@ from opd.rollout.weight_delta import (
 from opd.rollout.weight_sync import Weights
 from opd.served.http_client import Server, UnavailableError
 from opd.untrusted import is_file_name
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -155,14 +154,12 @@ class DeltaPush:
         return prepared
 
     def prepare_static(self, weights: Weights) -> PreparedWeights:
-        """See `Push`."""
         tensors = [(name, tensor.detach().cpu().contiguous()) for name, tensor in weights]
         return _SendableWeights(
             tensors, digest=weights_digest(tensors, quick=True), everything=self._pack_all(tensors)
         )
 
     async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> int:
-        """See `Push`."""
         assert isinstance(prepared, _SendableWeights)
         receiver = self._receivers.get(server.url)
         if receiver is None:

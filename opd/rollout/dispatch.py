@@ -40,7 +40,6 @@ class BadRequestSearch:
         self._failures, self.batch_limit = 0, math.inf
 
     def drop_requests(self, uids: Iterable[str]) -> None:
-        """Forget requests that are over."""
         for uid in uids:
             self._strikes.pop(uid, None)
             self._lengths.pop(uid, None)
@@ -97,15 +96,13 @@ class Dispatch:
         self._pool, self._state, self._counters = pool, state, state.counters
         self._inbox: queue.SimpleQueue[tuple[object, Event]] = queue.SimpleQueue()
         self._calls: dict[int, EngineCall] = {}
-        """Engines at work."""
         self._pending: deque[str] = deque()
         """Requests that wait for an engine."""
         self._began: dict[str, float] = {}
         """Open requests, and the monotonic time at which each was submitted, for the deadline."""
         self._search = BadRequestSearch(pool.policy.retry.attempts)
         self.session_engines: dict[str, int] = {}
-        """Session -> the one of several engines that generates its turns, and may hold keys and values of
-        them."""
+        """Session -> the engine of several that generates its turns, and may hold their keys and values."""
         self._last_served = time.monotonic()
         """Time at which an engine was last free, resting or at work, for the silence limit."""
 

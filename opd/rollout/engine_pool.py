@@ -62,7 +62,6 @@ class RunningEngine:
         self._orders.append((requests, ()))
 
     def abort(self, uids: Collection[str]) -> None:
-        """Abort the requests `uids`."""
         self._orders.append(((), uids))
 
     def next_event(self) -> Event:
@@ -208,8 +207,7 @@ class RetryPolicy:
     """Attempts before a request, or an engine, is given up. Times in seconds."""
 
     retry: Retry = ENGINES
-    """How often in a row a request may fail on its own without a new token, and how long an engine rests
-    after a failure."""
+    """How often in a row a request may fail without a new token, and an engine's rest after a failure."""
     chunk_timeout: float | None = None
     """An engine that gives no chunk for so long gets no requests until it answers again."""
     silence_limit: float = 600.0

@@ -553,7 +553,6 @@ class Runner:
         self._shared_prompt = None
 
     def release_cache(self) -> None:
-        """Drop the cache and its memory."""
         self.cache = self._new_cache()
         self._shared_prompt = None
 

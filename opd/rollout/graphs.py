@@ -201,9 +201,7 @@ class StaticRunner(Runner):
         return KVCache(self.positions, static=True, states=self._new_states())
 
     def _ready_buffers(self) -> Buffers:
-        """Return the buffers for the cache's slots. If the cache has moved, make new ones and drop all
-        graphs.
-        """
+        """Return the buffers for the cache's slots. If the cache has moved, make new ones and drop graphs."""
         if self.buffers is None or self.cache.layout is not self._layout:
             self._drop_buffers()
             if self.lean is not None:

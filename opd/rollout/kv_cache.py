@@ -104,8 +104,7 @@ class LayerCache:
 
 
 Fill = Callable[[LayerCache, Tensor, Tensor], None]
-"""`fill(layer, key, value)` writes `key` and `value` [Hkv, T, d] of packed sequences into slots, layer after
-layer."""
+"""`fill(layer, key, value)` writes [Hkv, T, d] of packed sequences into slots, layer after layer."""
 
 
 @dataclass(slots=True)
@@ -119,12 +118,10 @@ class PromptKV:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states."""
         return sum(x.nbytes for one in self.states.values() for x in one.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return self.state_bytes + sum(x.nbytes for pair in self.layers.values() for x in pair)
 
 
@@ -150,7 +147,6 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         states = 0 if self.states is None else self.states.nbytes
         return states + sum(buffer.nbytes for buffer in self._buffers.values())
 

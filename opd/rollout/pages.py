@@ -87,7 +87,6 @@ class PagedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return sum(x.numel() * x.element_size() for y in self._pools.values() for x in (y.keys, y.values))
 
     @property
@@ -132,9 +131,7 @@ class PagedCache(KVCache):
         return max(self._pages, self._pool_size(pages_of(lengths))) * PAGE
 
     def _pool_size(self, wanted: np.ndarray) -> int:
-        """Pages of a pool for slots that need `wanted` [B] pages, plus one more each, so that it rarely
-        grows.
-        """
+        """Pages of a pool for slots that need `wanted` [B], plus one more each, so that it rarely grows."""
         needed = int(wanted.sum())
         most = max(needed, self.slots * self._table.shape[1])
         return min(bucket_size(needed + len(wanted), LEAST_PAGES, PAGE_PARTS), most, self.most_pages)

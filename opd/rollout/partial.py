@@ -55,8 +55,7 @@ class Carried:
     """The groups that stay after a step."""
 
     by_rank: list[list[list[Any]]] = field(default_factory=list)
-    """[batch, uid, begun] of each group of each rank, for a checkpoint. This rank's alone until
-    `merge_ranks`."""
+    """[batch, uid, begun] of each rank's groups, for a checkpoint. This rank's alone until `merge_ranks`."""
     uids: frozenset[str] = frozenset()
     """This rank's requests of them, which its log has to keep."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -66,9 +65,7 @@ class Carried:
         return [*self.by_rank, dict(self.metrics)]
 
     def merge_ranks(self, notes: list[Any]) -> Carried:
-        """Return the groups of all ranks, from the `notes` of each. Counts are summed, of ages it is the
-        largest.
-        """
+        """Return all ranks' groups, by the `notes` of each. Counts are summed, of ages it is the largest."""
         metrics = {
             name: (max if name == "rollout/age" else sum)(one[name] for _, one in notes)
             for name in self.metrics
@@ -139,9 +136,7 @@ class PartialRollouts:
         return self.carried.pop(step)
 
     def record_uids(self) -> set[str]:
-        """Return the uids in the log under which it has whom steps took, of those that the learner does not
-        have yet.
-        """
+        """Return the uids in the log of those whom steps took and the learner does not have yet."""
         return set(map(_record_uid, list(self._taken)))
 
     def write(

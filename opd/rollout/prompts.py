@@ -218,9 +218,8 @@ def encode_prompt(
                 " model.chat_template, or the tokenizer's own where the recipe gives none."
             ) from error
         raise DataError(
-            f"{where}: the tokenizer cannot encode the prompt {shown[:80]} "
-            f"({reason_of(error)}); give another model.tokenizer or model.chat_template, or mend "
-            "the prompt."
+            f"{where}: the tokenizer cannot encode the prompt {shown[:80]} ({reason_of(error)}); give another"
+            " model.tokenizer or model.chat_template, or mend the prompt."
         ) from error
     return np.array(ids, dtype=np.int32)
 

@@ -145,9 +145,7 @@ class RequestWriter:
         live: Callable[[], bool] = lambda: False,
         explain: Callable[[OtherRequestError], RolloutError] = lambda error: error,
     ) -> None:
-        """Queue `request`. `deliver` is called at its end, or at each chunk while it is `live`.
-        Thread-safe.
-        """
+        """Queue `request`. `deliver` is called at its end, or for each chunk while `live`. Thread-safe."""
         self._new.append(_PendingRequest(request, deliver, live, explain))
         self._news.set()
 

@@ -301,9 +301,8 @@ class Job:
             if printed > _CHATTY:  # each line is searched for secrets, and waits for its reader
                 advice = f"it has printed {printed:,} characters in that time: print less, or make it faster."
             raise RewardError(
-                f"{self._describe_call()} took longer than {self._timeout:g} s (rollout.reward_timeout,"
-                " which --resume"
-                f" --accept-changed-settings lets you raise); {advice}"
+                f"{self._describe_call()} took longer than {self._timeout:g} s (rollout.reward_timeout, which"
+                f" --resume --accept-changed-settings lets you raise); {advice}"
             )
         if self._failure is not None:
             raise self._failure

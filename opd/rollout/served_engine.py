@@ -25,33 +25,26 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
+from torch import Tensor
 
+from opd.config import Recipe
+from opd.config.servers import Argument
+from opd.config.train import LoRAConfig
 from opd.errors import OpdError, RolloutError
+from opd.models.stored_form import StoredForm
+from opd.ranks import Ranks
 from opd.rollout.batch import EngineLimits, queue_requests
 from opd.rollout.served_messages import MessagePart, MessageReader, chunks_of, is_message
-from opd.rollout.served_workers import Workers
+from opd.rollout.served_workers import Push, Read, Verbs, Workers
 from opd.rollout.streams import Streaming
-from opd.served.http_client import RefusedError, Server, UnavailableError
+from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError
 from opd.served.http_pool import RequestFailures
 from opd.served.routed_experts import FLAG, ServedRouting
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from opd.config import Recipe
-    from opd.config.servers import Argument
-    from opd.config.train import LoRAConfig
-    from opd.models.stored_form import StoredForm
-    from opd.ranks import Ranks
-    from opd.rollout.served_workers import Push, Read, Verbs
-    from opd.served.http_client import HTTPClient, PoolOptions
-
 
 NEVER = -1e30
 """Added to the logit of a row of the head that is no token."""
@@ -82,9 +75,7 @@ class Dialect(ABC):
     """The generation requests of one kind of server."""
 
     path: ClassVar[str]
-    """Path of the requests."""
     reader: ClassVar[type[MessageReader]]
-    """Reader of the answers."""
     gives_experts: ClassVar[bool] = False
     """Whether answers may have expert choices."""
     routing: ServedRouting | None = None
@@ -110,11 +101,6 @@ class ServedEngine(Streaming):
     worker has much more to do than another. Of the requests with one prompt, the first goes ahead. If a
     worker fails, its requests continue on another after the tokens that have arrived. Paused requests free
     their cache and rebuild it with the new weights. Each token knows its version.
-
-    Args:
-        dialect: The form of their requests.
-        workers: The workers, and the way new weights get to them.
-        model: The model they serve.
     """
 
     def __init__(self, dialect: Dialect, workers: Workers, model: ServedModel) -> None:

@@ -34,8 +34,6 @@ class MessagePart:
 
 @dataclass(frozen=True, slots=True)
 class MessageContent:
-    """The content of one message about a response."""
-
     entries: Sequence[tuple[Any, Any]]
     """Log-probability and token id of each new token."""
     finished: str | None
@@ -57,9 +55,7 @@ class MessageReader(ABC):
         vocabulary: int,
         stop_ids: Collection[int] = (),
     ) -> None:
-        """`stop_ids`: a response that ends with one of them is complete, even at its maximal length, which
-        servers report as "length".
-        """
+        """`stop_ids` complete a response, even at its maximal length, which servers report as "length"."""
         self.uid, self._start, self._versions, self._vocabulary = uid, start, versions, vocabulary
         self._stop_ids, self._last = stop_ids, -1
         self.seen = 0

@@ -15,13 +15,15 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from opd.errors import RolloutError
 from opd.loop_thread import LoopThread
 from opd.models.causal_lm import WeightsDigest, weights_digest
+from opd.models.stored_form import StoredForm
 from opd.ranks import Ranks
 from opd.rollout.served_messages import MessageReader
 from opd.rollout.weight_proof import Proof, check_config, check_form
@@ -36,11 +38,6 @@ from opd.served.http_client import (
 )
 from opd.served.http_pool import HTTPPool
 from opd.untrusted import safe_excerpt
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from opd.models.stored_form import StoredForm
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -87,12 +84,7 @@ class Push(Protocol):
 
 
 class FolderPush:
-    """Pushes through a folder on a file system that this process and every worker see.
-
-    Args:
-        folder: Each version is written here.
-        read: Has a worker load a version.
-    """
+    """Implements `Push` through a folder on a file system that this process and every worker see."""
 
     def __init__(self, folder: WeightFolder, read: Read) -> None:
         self._folder, self._read = folder, read
@@ -103,11 +95,9 @@ class FolderPush:
         return PreparedWeights(tensors, self._folder.write_version(tensors, version))
 
     def prepare_static(self, weights: Weights) -> PreparedWeights:
-        """See `Push`."""
         return PreparedWeights([], self._folder.write_version(weights, 0))
 
     async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> int:
-        """See `Push`."""
         folder = prepared.folder
         assert folder is not None
         with self._folder.lease_version(folder) as exists:
@@ -179,7 +169,7 @@ class Verbs(ABC):
     def __init__(self, config: Mapping[str, object] | None) -> None:
         """`config`: the student's Hugging Face configuration, to be compared with the servers'."""
         self.config = config or {}
-        self.label = new_label()
+        self.label = f"opd-{uuid.uuid4().hex[:8]}"
         """Prefix of the names of weights."""
         self.pool: HTTPPool
 
@@ -263,11 +253,6 @@ class Verbs(ABC):
     @abstractmethod
     async def restore_memory(self, server: Server, parts: list[str]) -> None:
         """Take the memory of these parts again."""
-
-
-def new_label() -> str:
-    """Return the prefix of one engine's weight names."""
-    return f"opd-{uuid.uuid4().hex[:8]}"
 
 
 class Workers:
@@ -415,7 +400,9 @@ class Workers:
                     " given them to the servers; restart with --resume."
                 )
             self._resume_workers()
-            self._keep_workers()
+            if self._ranks.is_main and not self._keeping:
+                self._keeping = True
+                self.event_loop.start(self._keep_each())
         return digests[0]
 
     def _give_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
@@ -439,13 +426,8 @@ class Workers:
             return digest.hex_digest()
         return prepared.digest or weights_digest(prepared.weights, quick=True)
 
-    def _keep_workers(self) -> None:
-        """Look after the workers from now on, for the other ranks."""
-        if self._ranks.is_main and not self._keeping:
-            self._keeping = True
-            self.event_loop.start(self._keep_each())
-
     async def _keep_each(self) -> None:
+        """Look after the workers, for the other ranks."""
         looks: dict[Server, asyncio.Task[None]] = {}
         while True:
             await asyncio.sleep(KEEP)
@@ -551,8 +533,7 @@ class Workers:
         if reported != name:
             raise RolloutError(
                 f"after the push of version {name} {server.url} says it holds {safe_excerpt(reported)}; let"
-                " nobody else"
-                " give it weights, and --resume."
+                " nobody else give it weights, and --resume."
             )
         self._proved[server.url] = name
         await self._reclaim_memory(server, REST)

@@ -14,14 +14,17 @@ from datetime import timedelta
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from opd.config import Recipe
+from opd.config.servers import Argument
 from opd.config.teachers import SGLangEngineConfig
 from opd.config.train import USUAL_TARGETS, LoRAConfig
 from opd.errors import RolloutError, reason_of
@@ -43,6 +46,7 @@ from opd.rollout.served_workers import (
     RETRY,
     Ask,
     PreparedWeights,
+    Push,
     TargetWeights,
     Verbs,
     Workers,
@@ -63,14 +67,6 @@ from opd.served.sglang_protocol import (
 )
 from opd.types import RolloutRequest
 from opd.untrusted import convert_decode_errors
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from opd.config import Recipe
-    from opd.config.servers import Argument
-    from opd.rollout.served_workers import Push
-
 
 TIMEOUT = 120.0
 """Seconds a member waits for another."""
@@ -433,11 +429,8 @@ class SGLangEngine(ServedEngine):
     `AdapterPush` they are ended, and continued after it.
 
     Args:
-        options: The workers and limits.
-        model: The model they serve.
         push: Sends new weights. With `None` the engine cannot update weights.
         version: Version of the weights they hold now. Below 0 if they are to be given the first.
-        ranks: See `Workers`.
     """
 
     def __init__(

@@ -65,7 +65,6 @@ class SlotStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return sum(tensor.nbytes for states in self.layers.values() for tensor in states.values())
 
     def mix(self, call: MixerCall, groups: Sequence[SlotGroup], *, begins: bool = False) -> Tensor:

@@ -164,9 +164,7 @@ class Stream(Iterator[Chunk]):
 
 
 class Streams:
-    """Wraps an engine. Any thread may open, read and close streams at any time. Every use of the engine
-    holds `lock`.
-    """
+    """Wraps an engine. Any thread may open, read and close streams. Every use of the engine holds `lock`."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine

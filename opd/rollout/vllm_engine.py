@@ -15,11 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from opd.config import Recipe
+from opd.config.servers import Argument
 from opd.config.teachers import COLDEST, SPECULATES, least_rank
 from opd.config.train import LoRAConfig
 from opd.errors import RolloutError
@@ -38,7 +41,7 @@ from opd.rollout.served_engine import (
     never_sampled,
 )
 from opd.rollout.served_messages import MessageContent
-from opd.rollout.served_workers import READING, Ask, ExpectedAnswers, TargetWeights, Verbs, Workers
+from opd.rollout.served_workers import READING, Ask, ExpectedAnswers, Push, TargetWeights, Verbs, Workers
 from opd.rollout.weight_proof import apart_at_most
 from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError
 from opd.served.scoring import logprob_tolerance
@@ -52,14 +55,6 @@ from opd.served.vllm_protocol import (
 )
 from opd.types import RolloutRequest, SamplingParams
 from opd.untrusted import convert_decode_errors, safe_excerpt
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from opd.config import Recipe
-    from opd.config.servers import Argument
-    from opd.rollout.served_workers import Push
-
 
 GENERATE = "/inference/v1/generate"
 
@@ -85,7 +80,6 @@ class Outputs:
 
     Args:
         model: A Hugging Face folder of that form, whose weights are not read.
-        dtype: Data type of the weights.
     """
 
     def __init__(self, model: Path, dtype: str) -> None:
@@ -110,7 +104,6 @@ class VLLMVerbs(Verbs):
     """See `Verbs`.
 
     Args:
-        model: The model they serve.
         mode: The `--logprobs-mode` they have to be started with.
         outputs: See `Outputs`. With `None` new weights cannot be verified.
     """
@@ -366,10 +359,6 @@ class VLLMMessageReader(served_messages.MessageReader):
 class VLLMDialect(Dialect):
     """`POST /inference/v1/generate`: token ids in and out. Noise is the servers' own. With a seed for each
     request vLLM draws row by row, and one on a CPU ends at the first prompt that it prefills in pieces.
-
-    Args:
-        model: The model that the servers serve.
-        mode: Form of their log-probabilities.
     """
 
     path, reader = GENERATE, VLLMMessageReader
@@ -427,12 +416,8 @@ class VLLMEngine(ServedEngine):
     """See `ServedEngine`. A pause ends requests in progress, which are continued after it.
 
     Args:
-        options: The workers and limits.
-        model: The model they serve.
         push: Sends new weights. With `None` the engine cannot update weights.
         version: Version of the weights they hold now. Below 0 if they are to be given the first.
-        ranks: See `Workers`.
-        mode: Form of their log-probabilities.
         outputs: Computes the probe's log-probabilities with new weights (`Outputs`).
     """
 

@@ -20,16 +20,14 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from opd.errors import RolloutError, reason_of
 from opd.storage import tensors
 from opd.untrusted import safe_excerpt
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 22
 """Elements of a tensor compared at once."""
@@ -104,7 +102,6 @@ class Block:
     """New values for a run of a tensor's elements, in row-major order."""
 
     name: str
-    """Name of the tensor."""
     first: int
     """Index of the first element of the run."""
     count: int

@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from opd.errors import RolloutError, reason_of
 from opd.models.causal_lm import weights_digest
@@ -29,9 +30,6 @@ from opd.rollout.weight_delta import Form, form_from_json, unpack_blocks
 from opd.served.plugin.opd_hidden_states import SHARED, remove_abandoned
 from opd.storage.tensors import header_of
 from opd.untrusted import is_file_name
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -43,9 +41,7 @@ _YOUNG = 60.0
 
 
 def mirror_places() -> list[Path]:
-    """Return folders for one server's weights, with unique names: in shared memory, and as a fallback on the
-    disk for temporary files.
-    """
+    """Return new folders for a server's weights: in shared memory, and as a fallback for temporary files."""
     name = f"{_PREFIX}{uuid.uuid4().hex}"
     return [Path(root) / name for root in _root_folders()]
 

@@ -8,18 +8,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import DTYPES, bytes_of, raw_bytes
 from opd.models.quantisation import KEYS
 from opd.served.scoring import HALF
 from opd.storage.files import read_object
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -59,7 +57,6 @@ def check_form(
     another form would end its process.
 
     Args:
-        url: Names the server.
         info: Its facts about its model.
         reported: Names of its tensors.
         weights: The weights it is to be given.

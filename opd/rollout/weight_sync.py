@@ -10,7 +10,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+from torch import Tensor
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import DigestedTensors, WeightsDigest
@@ -18,9 +20,6 @@ from opd.models.hf_folder import INDEX
 from opd.models.stored_form import StoredForm
 from opd.protocols import RolloutEngine
 from opd.storage.files import permit_as
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Weights = Iterable[tuple[str, "Tensor"]]
 """Named tensors, iterated once."""
@@ -186,9 +185,7 @@ class WeightFolder:
         self._versions.clear()
 
     def _remove_leftovers(self) -> None:
-        """Remove leftovers of this or an earlier sender. Raises `RolloutError` for a link, which may lead to
-        another's files.
-        """
+        """Remove leftovers of any sender. Raises `RolloutError` for a link, which may lead elsewhere."""
         if self.root.is_symlink():
             raise RolloutError(f"{self.root} is a link, and new weights need a folder; remove it.")
         for leftover in (*self.root.glob("version-*"), *self.root.glob(".version-*")):

@@ -108,8 +108,7 @@ held memory /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_byte
 held processes /sys/fs/cgroup/pids.max /sys/fs/cgroup/pids/pids.max "$processes"
 printf written > note
 """
-"""Checks that a shell alone can make. Its words are a file of another user, and the limits' bytes and
-processes."""
+"""Checks that a shell alone can make. Its words: a file of another user, bytes and processes."""
 KEPT = ("network", "reading", "writing", "signals", "privileges", "memory", "processes")
 
 

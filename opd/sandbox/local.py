@@ -83,7 +83,6 @@ class LocalSandbox:
         self._lock = asyncio.Lock()
 
     async def exec(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Outcome:
-        """See `Sandbox`."""
         most = self._workspace.limits.seconds
         seconds = most if timeout is None else min(most, timeout)
         cancelled = Event()
@@ -110,11 +109,9 @@ class LocalSandbox:
         return self._nodes
 
     async def read(self, path: str, most: int = 1 << 20) -> bytes:
-        """See `Sandbox`."""
         return await self._in_turn(lambda: self._home.read(path, most))
 
     async def write(self, path: str, data: bytes) -> None:
-        """See `Sandbox`."""
 
         def write() -> None:
             size = sum(node.size for node in self._current_nodes().values())
@@ -128,15 +125,12 @@ class LocalSandbox:
         await self._in_turn(write)
 
     async def list(self, path: str = "") -> list[HomeEntry]:
-        """See `Sandbox`."""
         return await self._in_turn(lambda: self._home.list(path))
 
     async def snapshot(self) -> str:
-        """See `Sandbox`."""
         return await self._in_turn(lambda: self._store.store_snapshot(self._home, self._current_nodes()))
 
     async def restore(self, digest: str) -> None:
-        """See `Sandbox`."""
 
         def restore() -> None:
             self._nodes = self._store.restore(digest, self._home, self._workspace.limits)
@@ -145,7 +139,6 @@ class LocalSandbox:
         await self._in_turn(restore, spent=True)
 
     async def close(self) -> None:
-        """See `Sandbox`."""
 
         def close() -> None:
             self.spent = "it has been closed"

@@ -41,8 +41,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a command."""
-
     exit: int | None
     """Its status, or -N if signal N ended it. `None` if a quota did, or if it was interrupted."""
     stdout: bytes = b""
@@ -82,9 +80,7 @@ class Sandbox(Protocol):
         ...
 
     async def read(self, path: str, most: int = 1 << 20) -> bytes:
-        """Return the first `most` bytes of a file. Raises `SandboxError` if it is none, or lies out of the
-        home.
-        """
+        """Return the first `most` bytes of a file. Raises `SandboxError` for none, or one out of the home."""
         ...
 
     async def write(self, path: str, data: bytes) -> None:

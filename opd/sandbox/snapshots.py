@@ -240,9 +240,7 @@ def _read_error(path: Path, error: OSError) -> StorageError:
 
 
 def _parse_node(path: Any, entry: Any) -> Node:
-    """Parse one entry of an untrusted manifest. Raises `ValueError` for one that `store_snapshot` does not
-    write.
-    """
+    """Parse one entry of an untrusted manifest. Raises `ValueError` if `store_snapshot` does not write it."""
     kind, mode, size, content = entry
     try:
         parts = parts_of(path)

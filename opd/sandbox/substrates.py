@@ -133,9 +133,7 @@ def run_command(
 
 
 def _read_outcome(data: bytes, workspace: Workspace) -> Outcome:
-    """Decode the report of `warden.py`, or report its absence. Raises `SandboxError` if a container's engine
-    failed.
-    """
+    """Decode the report of `warden.py`, or report its absence. Raises `SandboxError` if an engine failed."""
     limits = workspace.limits
     if len(data) < LENGTH.size:
         return Outcome(None, killed_by="sandbox")
@@ -151,8 +149,7 @@ def _read_outcome(data: bytes, workspace: Workspace) -> Outcome:
         if report["fault"] is not None:
             raise SandboxError(
                 f"a command did not run as it should in {workspace.container}"
-                f" ({safe_excerpt(report['fault'], 300)});"
-                " see that its engine works and the image is there"
+                f" ({safe_excerpt(report['fault'], 300)}); see that its engine works and the image is there"
             )
         if killed is None:
             bounded_integer(status, -255, 255, "an exit status")

@@ -87,13 +87,7 @@ def segment_body(question: Question, name: str, logprobs: bool) -> dict[str, Any
 
 
 class HiddenSegment:
-    """One segment, from its name to its last byte. Use it in a `with` block.
-
-    Args:
-        plugin: Of the server.
-        question: Tokens to score.
-        width: Expected width of the hidden states.
-    """
+    """One segment, from its name to its last byte. Use it in a `with` block."""
 
     def __init__(self, plugin: Plugin, question: Question, width: int) -> None:
         self.name = secrets.token_hex(16)

@@ -78,9 +78,7 @@ _STARTED = re.compile(rb"^process_start_time_seconds (\S+)$", re.MULTILINE)
 CONTROL_BYTES = 8 * 2**20
 """Most bytes of an answer that is about a server and not about tokens."""
 _READ = 2**16
-"""Bytes of an answer of which an error may show some. They are more, so that no secret is cut before it is
-known.
-"""
+"""Bytes of an answer of which an error may show some: more, so that no secret is cut unseen."""
 SAID_IN_JSON = ("/generate", "/v1/completions", "/weights_checker", "/weight_checker")
 """Paths that must answer with JSON. Other POST requests may be answered by a line of text."""
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
@@ -256,9 +254,7 @@ class HTTPClient:
             return server.url
 
     async def process_identity(self, server: Server) -> str | None:
-        """Return another string after each start of the server, or `None` if it gives none. Raises
-        `UnavailableError`.
-        """
+        """Return another string after each start of a server, if it gives one. Raises `UnavailableError`."""
         answer = await self._reported_identity(server)
         if answer is not None:
             return answer

@@ -69,7 +69,6 @@ class HTTPPool(HTTPClient):
 
     Args:
         owner: Begins every error, such as "teacher math".
-        options: Servers and limits.
         error: Class of the errors raised.
         admit: Checks a server. Raises an `OpdError` if it must never be used.
         watch: Use no answer of `call` that may be of another process than the one that was checked.
@@ -97,13 +96,9 @@ class HTTPPool(HTTPClient):
     def add_new_servers(self) -> None:
         """Add servers that have come since the last call. They are checked like all before they are used."""
         for url in self.options.more():
-            self.add_server(url)
-
-    def add_server(self, url: str) -> None:
-        """Add a new server, if it is another."""
-        if all(server.url != url.rstrip("/") for server in self.servers):
-            self.servers = [*self.servers, Server(url.rstrip("/"), late=True)]
-            _log.info("%s: %s has come", self.owner, url)
+            if all(server.url != url.rstrip("/") for server in self.servers):
+                self.servers = [*self.servers, Server(url.rstrip("/"), late=True)]
+                _log.info("%s: %s has come", self.owner, url)
 
     async def reset_admission(self) -> None:
         """Have every server checked again before its next request."""
@@ -449,9 +444,7 @@ class UrlsFile:
         self._said = ""
 
     def new_urls(self) -> list[str]:
-        """Return new URLs, each once, or none before the next read is due. A line that is no URL is logged
-        and left out.
-        """
+        """Return new URLs, each once, none before the next read is due. A line that is no URL is logged."""
         now = time.monotonic()
         if now < self._due:
             return []

@@ -64,7 +64,6 @@ def shape_rewards(
 
     Args:
         groups: All groups of a step, rewarded.
-        config: Shaping settings of the stage.
         limit: Maximum response tokens of a domain.
         counters: Running scale; survives a resume.
 
@@ -217,8 +216,7 @@ class Reinforce:
 
 
 ROUNDING = 1e-12
-"""Relative difference of equal numbers from their mean that rounding explains (float64, very many
-numbers)."""
+"""Relative difference of equal numbers from their mean by rounding (float64, very many numbers)."""
 
 
 @dataclass(slots=True)

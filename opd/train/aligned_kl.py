@@ -90,8 +90,6 @@ def aligned_divergence(
     over its tokens.
 
     Args:
-        micro: The micro-batch.
-        student: The student's rows.
         view: The teacher, with `aligned`.
         sums: Gets the metrics `align/...`.
         loss: The divergence at exact positions, `None` to compare all of them as chunks.

@@ -72,14 +72,12 @@ class Backend(TrainerMemory):
     communicates, and a rank with fewer micro-batches makes empty passes.
 
     Args:
-        training: Training settings.
         data: The ranks that share the samples. A tensor-parallel group counts as one.
         model: The student. Its cost decides which rank gets a sample.
     """
 
     lockstep = False
     files: tuple[str, ...] = ("model", "optimizer")
-    """Its files of a checkpoint."""
 
     def __init__(
         self, training: TrainingSettings, data: Ranks | None = None, model: CausalLM | None = None
@@ -96,8 +94,7 @@ class Backend(TrainerMemory):
         self.max_tokens = PLAIN if limit == "auto" else limit
         """Maximum packed tokens of a micro-batch, except for one longer sample; see `choose_tokens`."""
         self.one_teacher = training.balance_loss > 0
-        """A micro-batch has samples of one teacher. A balancing loss is of each micro-batch, and so of each
-        domain."""
+        """A micro-batch has one teacher's samples. A balancing loss is a micro-batch's, and so a domain's."""
         self._most_tokens: int | None = None
         """Upper limit of `max_tokens`, for chosen and resumed sizes too."""
         self.layers = 0 if model is None else len(layer_windows(model.config))

@@ -88,7 +88,6 @@ class DeepSpeedBackend(WholeModelBackend):
 
     Args:
         model: The student; trained in place.
-        training: Training settings.
         train: The ZeRO stage and further DeepSpeed settings.
         compute_dtype: The layers' dtype, while the engine keeps weights in float32.
     """
@@ -337,9 +336,7 @@ class DeepSpeedBackend(WholeModelBackend):
             shards[name] = copy_to_host(values, _full_shape(parameter), first)
 
     def _local_range(self, parameter: Any) -> tuple[int, int]:
-        """Return the index of the first element of `parameter` (row-major) that this rank updates, and their
-        count.
-        """
+        """Return the first element of `parameter` (row-major) that this rank updates, and their count."""
         if self._stage == 3:
             each = parameter.ds_tensor.ds_numel  # the last rank's may be partly padding
             first = min(parameter.ds_zero_partition_rank * each, parameter.ds_numel)

@@ -71,7 +71,9 @@ class DistillTerm(ABC):
                 if isinstance(view, ScoredView) or view.aligned is None:
                     divergence = self.view_divergence(micro, student, view)
                 else:
-                    divergence = self._aligned_divergence(micro, student, view, sums)
+                    from opd.train.aligned_kl import aligned_divergence
+
+                    divergence = aligned_divergence(micro, student, view, sums, self.loss_of(micro))
                 per_view.append(view.weight * divergence)
             per_token = torch.stack(per_view).sum(0)
         else:
@@ -89,13 +91,6 @@ class DistillTerm(ABC):
         sums.add(f"kl/{micro.samples[0].teacher}", total, counted.sum())
         add_by_position(micro, per_token.detach(), counted, sums)
         return (micro.kl_weight * per_token).sum()
-
-    def _aligned_divergence(
-        self, micro: MicroBatch, student: StudentRows, view: TeacherView, sums: MetricSums
-    ) -> Tensor:
-        from opd.train.aligned_kl import aligned_divergence
-
-        return aligned_divergence(micro, student, view, sums, self.loss_of(micro))
 
     def loss_of(self, micro: MicroBatch) -> FullVocabularyKL | None:
         """Return the divergence from a teacher with a tokenizer of its own, where both predict one token."""

@@ -30,7 +30,6 @@ class FrozenModel:
 
     Args:
         model: Complete, or without weights (`open_empty`); they are read then.
-        batch: How samples are packed.
         expert_parallel: Whether the ranks share its experts; see `shard_model`.
     """
 

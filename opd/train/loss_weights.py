@@ -16,16 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
+from opd.config import Recipe
 from opd.config.rl import CorrectionConfig, IcePop, MaskedIS, SequenceMaskedTIS, TeacherWeight, TruncatedIS
 from opd.errors import ConfigError
 from opd.types import Sample
-
-if TYPE_CHECKING:
-    from opd.config import Recipe
 
 Aggregation = Literal["token", "sequence", "constant", "turn"]
 

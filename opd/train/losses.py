@@ -198,8 +198,7 @@ POLICY_LOSSES: dict[type, Callable[..., tuple[Tensor, PolicyStats]]] = {
     GSPOLoss: gspo_policy_loss,
     CISPOLoss: cispo_policy_loss,
 }
-"""The loss of each settings class, called with `(logprobs, old_logprobs, advantages, settings, mask,
-sequences)`."""
+"""Loss by settings class, called with `(logprobs, old_logprobs, advantages, settings, mask, sequences)`."""
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor | None) -> Tensor:
@@ -265,7 +264,6 @@ def check_same_shape(**tensors: Tensor | None) -> None:
 
 
 def with_gradient(value: Tensor, surrogate: Tensor) -> Tensor:
-    """Return `value` with the gradient of `surrogate`."""
     return value.detach() + (surrogate - surrogate.detach())
 
 

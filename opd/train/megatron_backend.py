@@ -61,7 +61,6 @@ class MegatronBackend(Backend):
 
     Args:
         model: The initial student. Its weights are copied, so it may be dropped.
-        training: Training settings.
         ranks: All ranks. `train.tensor_parallel` neighbours share a model and its samples.
         train: Parallel sizes and the optimiser.
         compute_dtype: The layers' dtype, while the optimiser keeps weights in float32.

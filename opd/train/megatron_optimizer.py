@@ -89,8 +89,6 @@ class SlicedAdamW(MegatronOptimizer):
     """Every rank has the full state of its slices.
 
     Args:
-        slices: The rank's slices.
-        optim: AdamW settings.
         float32: Keep the weights in float32 too, whatever the model's dtype.
     """
 
@@ -167,7 +165,6 @@ class DistributedAdamW(MegatronOptimizer):
     Args:
         buffers: Megatron-Core's data-parallel module, made for a distributed optimiser.
         slices: This rank's slices; all are in `buffers`.
-        optim: AdamW settings.
         groups: Megatron-Core's process groups. `None`: its own.
     """
 

@@ -194,9 +194,7 @@ class RankTensors:
         return local, group.rank() * each
 
     def elements_of(self, saved: Mapping[str, Tensor], field: str | None = None) -> Elements:
-        """Return a reader of tensors that have the module's names, or of a `field` of the optimiser's state
-        of each.
-        """
+        """Return a reader of tensors by the module's names, or of a `field` of each one's optimiser state."""
 
         def read(source: str, first: int, into: Tensor) -> None:
             name, start = self._plan.experts.places.get(source, (source, 0))

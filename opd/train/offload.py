@@ -296,7 +296,6 @@ class _DiskCopy:
 
 
 def _byte_chunks(memory: Sequence[Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes in chunks."""
     for tensor in memory:
         data = bytes_of(tensor)
         for start in range(0, len(data), PART_BYTES):

@@ -1,6 +1,4 @@
-"""The student's optimiser for every back end: its learning rate, AdamW, AdamW's state on disk, and the moving
-average of what it trains.
-"""
+"""The student's optimiser for every back end: learning rate, AdamW and its state on disk, moving average."""
 
 from __future__ import annotations
 

@@ -191,9 +191,7 @@ def pack_tokens(
 
 
 def copy_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copy `tensors` from the CPU to `device` without waiting for it. CUDA reads unpinned memory before the
-    call returns.
-    """
+    """Copy `tensors` to `device` without waiting. CUDA reads unpinned memory before the call returns."""
     return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 

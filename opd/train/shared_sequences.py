@@ -86,9 +86,7 @@ class SharedSequences(Backend):
 
 
 def local_indices(rows: Tensor, share: TokenShare) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of packed positions `rows` `[N]`: indices into its tokens `[M]`, and into
-    `rows` `[M]`.
-    """
+    """Return this rank's part of packed `rows` `[N]`: indices into its tokens and into `rows`, `[M]`."""
     order = torch.argsort(share.places)
     sorted_places = share.places[order]
     nearest = torch.searchsorted(sorted_places, rows).clamp(max=len(sorted_places) - 1)

@@ -109,8 +109,6 @@ class TorchBackend(WholeModelBackend):
 
     Args:
         model: The student; trained in place.
-        training: How it is trained.
-        data: The ranks that share the samples.
     """
 
     root: ForwardRoot | None = None
@@ -262,14 +260,12 @@ class TorchBackend(WholeModelBackend):
         model = self._copy_model()
         self.offload_state()  # offloaded first, so both need not be on the device at once
         moments = self._copy_tensors(self._named_moments())
-        return {"model": model, "optimizer": moments, **self._average_state()}
+        average = {} if self.average is None else {"average": self._copy_tensors(self.average.state())}
+        return {"model": model, "optimizer": moments, **average}
 
     def _copy_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | TensorPiece]:
         """Return a host copy of this rank's part of `tensors`."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
-
-    def _average_state(self) -> State:
-        return {} if self.average is None else {"average": self._copy_tensors(self.average.state())}
 
     def _named_moments(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the optimiser's state of each parameter, as `NAME/FIELD`."""

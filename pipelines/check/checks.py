@@ -53,9 +53,7 @@ class Finding:
 def run_check(
     title: str, check: Callable[P, list[Finding] | None], *args: P.args, **options: P.kwargs
 ) -> list[Finding]:
-    """Return the findings of `check` of the arguments, if any. An `OpdError` or a system error becomes a
-    finding of level `error`.
-    """
+    """Return the findings of `check`. An `OpdError` or a system error becomes one of level `error`."""
     try:
         with set_activity(f"checking {title}"):
             return check(*args, **options) or []
@@ -168,9 +166,7 @@ def check_sinks(recipe: Recipe) -> list[Finding]:
 
 
 def check_extras(recipe: Recipe) -> list[Finding]:
-    """Return an error for each extra that the run needs and this machine lacks. Otherwise it fails after
-    servers have started and models are loaded.
-    """
+    """Return an error for each extra that the run needs and this machine lacks, before hours are spent."""
     on_ray = recipe.launch.type == "ray"  # the nodes' packages cannot be seen from here
     backend, served = recipe.train.backend, [recipe.teacher_settings(name) for name in recipe.used_teachers()]
     asks = any(isinstance(config, ServerConfig) for config in (recipe.rollout.engine, *served))
@@ -343,9 +339,7 @@ def refuse_place(url: str, models: Iterable[str]) -> None:
 
 
 def check_publishing(recipe: Recipe) -> list[Finding]:
-    """Check that `storage.published` can be written. An object store gets one empty object, which is deleted
-    again.
-    """
+    """Check that `storage.published` can be written. An object store gets one empty object for a moment."""
     title, url = "storage.published", recipe.storage.published
     if url is None or not any(
         recipe.teacher_settings(name).streams_weights for name in recipe.used_teachers()

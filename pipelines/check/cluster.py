@@ -57,8 +57,6 @@ class Store(Config):
 
 
 class DecoderShape(Config):
-    """The shape of a decoder."""
-
     ceiling: ClassVar[float] = 1e18
     parameters: float = Field(gt=0)
     active: float | None = Field(None, gt=0)
@@ -121,8 +119,6 @@ class Lengths(Config):
 
 
 class Work(Config):
-    """The work of one step."""
-
     prompts: int = Field(ge=1, le=1_000_000)
     samples_per_prompt: int = Field(1, ge=1, le=10_000)
     running_per_engine: int = Field(256, ge=1)
@@ -346,18 +342,13 @@ class LayerCost:
 
 def layer_cost(cluster: SimulatedCluster, tokens: float, squares: float) -> LayerCost:
     """Return the cost of a layer of the teacher that reads `tokens` tokens in all."""
-    gpu, shape, ranks = cluster.gpu, cluster.teacher, scoring_ranks(cluster)
+    gpu, shape, ranks = cluster.gpu, cluster.teacher, cluster.ranks.teachers or cluster.ranks.train
     nbytes = shape.parameters * shape.bytes_per_parameter / shape.layers
     speed = min(cluster.store.gb_per_s_per_rank, cluster.store.gb_per_s / ranks) * 1e9
     gathered = nbytes * (ranks - 1) / ranks / (gpu.link_gb_per_s * 1e9)
     operations = forward_operations(shape, tokens, squares) / shape.layers
     compute = operations / (ranks * gpu.tflops * 1e12 * gpu.prefill_efficiency)
     return LayerCost(nbytes, nbytes / ranks / speed + gathered, compute + gpu.layer_overhead_ms / 1e3)
-
-
-def scoring_ranks(cluster: SimulatedCluster) -> int:
-    """Return the number of GPUs that run teachers."""
-    return cluster.ranks.teachers or cluster.ranks.train
 
 
 def running_limit(cluster: SimulatedCluster) -> int:

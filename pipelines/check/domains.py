@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from opd.rollout.rewards import RewardSample, Scored
 
     Answer = tuple[Prompt, str]
-    """A prompt and an answer to it."""
 
 _PEEK = 64
 """Prompts that a procedural source makes for a check, enough to show their form."""
@@ -181,7 +180,6 @@ def _check_reward(
 
 
 _GARBAGE = {"an empty answer": "", "'zxqv wkjy'": "zxqv wkjy", "'%%%'": "%%%"}
-"""Senseless answers."""
 _ROWS = 3
 """Prompts that get them as answers."""
 _LABEL, _NULL = "its label", "'0'"
@@ -391,8 +389,7 @@ def _check_reads(title: str, reads: Sequence[str], kind: str) -> list[Finding]:
         elif private:
             detail = (
                 f"params.sandbox.reads has {safe_excerpt(path)}, where commands have a {private[0]} of their"
-                " own; name"
-                " the files and folders in it that they are to read"
+                " own; name the files and folders in it that they are to read"
             )
         else:
             continue

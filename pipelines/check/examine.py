@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -41,10 +40,7 @@ from opd.pipelines.check.servers import check_cluster, check_kinds, check_server
 from opd.pipelines.check.tokenizers import check_own_prompts, check_prompts
 from opd.pipelines.evaluation.prompt_sets import with_set_names
 from opd.pipelines.records.run_folder import AcceptedChanges, default_path
-
-if TYPE_CHECKING:
-    from opd.rollout.prompts import Domain
-
+from opd.rollout.prompts import Domain
 
 _MOST_PROMPTS = 10_000
 """Prompts a generated source makes for the check, so that a shortage is found before the run."""
@@ -54,20 +50,8 @@ _DEMONSTRATIONS = 500
 """Demonstrations that the check encodes. The stage encodes all of them first."""
 
 
-def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
-    """Load every evaluation set into `sets`, with its reward."""
-    findings: list[Finding] = []
-    of_sets = recipe.of_sets()
-    for name in of_sets.domains:
-        checked = run_check(f"domain {name}", _check_set, recipe, of_sets, name, sets)
-        findings += _with_set_names(recipe, checked)
-    return findings
-
-
 def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], models: Models) -> list[Finding]:
-    """Check that the sets' prompts can be encoded and leave tokens for their responses, also by teachers
-    with a tokenizer of their own.
-    """
+    """Check that prompts of sets can be encoded, by teachers with a tokenizer of their own too, and fit."""
     from opd.teachers.skeleton import small_files
 
     findings: list[Finding] = []
@@ -225,9 +209,12 @@ def run_checks(
         findings += check_domains(recipe, domains)
         failed = {finding.title for finding in findings if finding.level == "error"}
         sound = {name: domain for name, domain in domains.items() if f"domain {name}" not in failed}
-        findings += check_sandbox(recipe) + check_sandbox(recipe.of_sets()) + check_rewards(recipe, sound)
+        of_sets = recipe.of_sets()
+        findings += check_sandbox(recipe) + check_sandbox(of_sets) + check_rewards(recipe, sound)
         findings += check_environments(recipe, sound)
-        findings += check_sets(recipe, sets)
+        for name in of_sets.domains:
+            checked = run_check(f"domain {name}", _check_set, recipe, of_sets, name, sets)
+            findings += _with_set_names(recipe, checked)
         findings += run_check("storage.published", check_publishing, recipe)
     if thorough or not _has_errors(findings):
         findings += _check_with_models(recipe, path, domains, sets, findings, thorough)

@@ -124,9 +124,7 @@ def _kl_findings(
 
 
 def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenizer: Any) -> list[Sample]:
-    """Return the student's responses to a few held-out prompts, sampled as the recipe does. A uid ends with
-    the index of its prompt.
-    """
+    """Return the student's responses to a few held-out prompts. A uid ends with the index of its prompt."""
     from opd.pipelines.stages.domains import prompt_capacity, template_arguments
     from opd.pipelines.stages.student import sampling_params
     from opd.rollout.collect import responses

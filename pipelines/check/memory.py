@@ -38,7 +38,6 @@ class Part:
     """Bytes of memory or disk, by purpose."""
 
     name: str
-    """The printed name."""
     size: int
     owner: Literal["engine", "trainer"] | None = None
     """The key of `runtime.offload` that offloads it. Without an owner it comes and goes by itself."""
@@ -347,9 +346,7 @@ def _copy_bytes(recipe: Recipe, student: ModelShape, learns: int, width: int) ->
 def _teacher_memory(
     recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], answers: Mapping[str, int]
 ) -> Parts:
-    """Return the memory of following the recipe's teachers, beside training. `answers` are a step's responses
-    by domain.
-    """
+    """Return the memory of following teachers, beside training. `answers`: a step's responses by domain."""
     from opd.kernels.projection import CHUNK, CHUNK_DEVICE
 
     width = WIDTH[model_dtype(recipe)]

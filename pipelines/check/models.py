@@ -138,6 +138,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     from opd.models.expert_parallel import shares_experts
     from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
+    from opd.models.recurrence import mixers_of
     from opd.pipelines.stages.domains import student_tokenizer
     from opd.pipelines.stages.student import student_remarks
 
@@ -335,9 +336,7 @@ def _check_teacher(
 
 
 def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> list[Finding]:
-    """Check that streamed teachers can be streamed. For teachers of this run the error would otherwise appear
-    only after their training.
-    """
+    """Check that streamed teachers can be streamed, before those that this run trains are trained."""
     by_source: dict[str | None, list[str]] = {}
     sources = recipe.given_teachers()
     for name in recipe.used_teachers():
@@ -451,9 +450,7 @@ def read_published(source: str) -> None:
 
 
 def unreadable_teachers(teachers: Mapping[str, str], look: Callable[[str], None]) -> dict[str, OpdError]:
-    """Return the errors of published teachers that cannot be read. All are tried concurrently because each
-    may take a while to fail.
-    """
+    """Return the errors of unreadable published teachers. All are tried at once: each may take a while."""
     from opd.teachers.skeleton import is_published
 
     published = {name: source for name, source in teachers.items() if is_published(source)}

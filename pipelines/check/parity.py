@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -137,25 +138,23 @@ def by_megatron(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str,
         return {name: scores_of(problem, teacher) for name, teacher in teachers.items()}
 
 
-def by_kind(recipe: Recipe, type: str) -> Mode:
-    """Return the mode of the recipe's own teachers of that kind, opened as a merge does."""
+def by_kind(
+    recipe: Recipe, type: str, problem: ParityProblem, sources: Mapping[str, str]
+) -> dict[str, ParityScores]:
+    """Score with the recipe's own teachers of that kind, opened as a merge does."""
+    from opd.teachers.kinds import TeacherOpening, open_kinds
 
-    def score_kind(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
-        from opd.teachers.kinds import TeacherOpening, open_kinds
-
-        with ExitStack() as stack:
-            read: dict[str, str] = {}
-            for name, source in sources.items():
-                settings = recipe.teacher_settings(name) if name in recipe.teachers else None
-                if settings is not None and settings.type == type:
-                    if settings.streams_weights:
-                        source = stack.enter_context(_publish_temporarily(source))
-                    read[name] = source
-            opening = TeacherOpening(recipe, problem.placement, read)
-            opened = stack.enter_context(open_kinds([*read], opening))
-            return {name: scores_of(problem, teacher) for name, teacher in opened.items()}
-
-    return score_kind
+    with ExitStack() as stack:
+        read: dict[str, str] = {}
+        for name, source in sources.items():
+            settings = recipe.teacher_settings(name) if name in recipe.teachers else None
+            if settings is not None and settings.type == type:
+                if settings.streams_weights:
+                    source = stack.enter_context(_publish_temporarily(source))
+                read[name] = source
+        opening = TeacherOpening(recipe, problem.placement, read)
+        opened = stack.enter_context(open_kinds([*read], opening))
+        return {name: scores_of(problem, teacher) for name, teacher in opened.items()}
 
 
 @contextmanager
@@ -200,7 +199,7 @@ def modes_of(recipe: Recipe) -> dict[str, Mode]:
             modes["megatron TP 2"] = by_two_ranks
     for settings in recipe.teachers.values():
         if settings.type not in ("local", "streamed", "megatron", "student"):
-            modes[settings.type] = by_kind(recipe, settings.type)
+            modes[settings.type] = partial(by_kind, recipe, settings.type)
     return modes
 
 

@@ -262,9 +262,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
 
 
 def _run_lines(recipe: Recipe, shape: ModelShape, models: Models) -> list[str]:
-    """Return lines about the run beside its plan: answers of specialists, memory of the largest stage, disk
-    space.
-    """
+    """Return lines about the rest of the run: answers of specialists, memory of the largest stage, disk."""
     rounds = []
     if recipe.rounds > 1:
         least = recipe.min_round_gain

@@ -142,9 +142,7 @@ def _teacher_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, M
 
 
 def _cached_weights(recipe: Recipe, teachers: Mapping[str, ModelShape], published: int) -> int:
-    """Return the bytes of weights that a node caches from object stores. `published`: bytes of the teachers
-    that the run publishes.
-    """
+    """Return the bytes of weights that a node caches from object stores. `published`: those of the run."""
     ours, most = recipe.storage.published, recipe.runtime.weights_cache_mb
     sizes = {"": published if ours is not None and folder_of(ours) is None else 0}
     for name, shape in teachers.items():

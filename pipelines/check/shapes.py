@@ -78,7 +78,6 @@ class ModelShape:
 
     @property
     def size_text(self) -> str:
-        """Its size in words."""
         routed = f" of which a token uses {self.used:,}" if self.idle else ""
         return f"{self.parameters:,} parameters{routed}{f' in {self.form}' if self.form else ''}"
 

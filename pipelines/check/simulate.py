@@ -6,7 +6,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -255,8 +255,6 @@ class SimulatedBatch:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """The result of a simulation."""
-
     seconds: float
     """Time of the last update."""
     batches: list[SimulatedBatch]
@@ -273,20 +271,6 @@ class SimulationResult:
         first = 1 if len(self.batches) > 1 else 0
         return (learnt[-1] - learnt[first]) / (len(self.batches) - first)
 
-    @property
-    def trained_tokens(self) -> float:
-        """Response tokens that were trained on."""
-        return float(sum(r.length for batch in self.batches for r in batch.requests))
-
-
-@dataclass(slots=True)
-class _TrainerState:
-    scoring: bool = False
-    training: bool = False
-    scored: int = 0
-    """Batches with teacher scores."""
-    usage: dict[str, WorkerUsage] = field(default_factory=dict)
-
 
 class _Simulation:
     def __init__(self, cluster: SimulatedCluster) -> None:
@@ -295,7 +279,9 @@ class _Simulation:
         self._version = 0
         self._batches: list[SimulatedBatch] = []
         self._queue: deque[SimulatedRequest] = deque()
-        self._syncing = False
+        self._scoring = self._training = self._syncing = False
+        self._scored = 0
+        """Batches with teacher scores."""
         decode, self.limit = decode_of(cluster), running_limit(cluster)
         prefill = partial(prefill_seconds, cluster)
         count = cluster.ranks.rollout // cluster.ranks.per_engine
@@ -303,10 +289,10 @@ class _Simulation:
             SimulatedEngine(self.clock, decode, prefill, self.limit, self._random_factor())
             for _ in range(count)
         ]
-        self._learner = _TrainerState(usage={"trainer": WorkerUsage()})
+        self._usage = {"trainer": WorkerUsage()}
         self._own_ranks = cluster.ranks.teachers > 0 and not cluster.ranks.colocated
         if self._own_ranks:
-            self._learner.usage["teachers"] = WorkerUsage()
+            self._usage["teachers"] = WorkerUsage()
         self._passes = TeacherPasses(cluster.prefetch_gb * 1e9)
 
     def run(self) -> SimulationResult:
@@ -315,7 +301,7 @@ class _Simulation:
         self._open_batches()
         self.clock.run()
         rollout = WorkerUsage(busy=sum(engine.usage.busy for engine in self.engines))
-        usage = {"rollout": rollout, **self._learner.usage}
+        usage = {"rollout": rollout, **self._usage}
         workers = dict.fromkeys(usage, 1) | {"rollout": len(self.engines)}
         return SimulationResult(self._batches[-1].learnt, self._batches, usage, workers, self.limit)
 
@@ -354,13 +340,12 @@ class _Simulation:
 
     def _start_scoring(self) -> None:
         """Begin the teachers' pass over the next batch, if it is generated and the ranks are free."""
-        learner = self._learner
-        number = learner.scored
-        if learner.scoring or number >= len(self._batches) or self._batches[number].unfinished:
+        number = self._scored
+        if self._scoring or number >= len(self._batches) or self._batches[number].unfinished:
             return
-        if not self._own_ranks and (learner.training or number > self._version or self._syncing):
+        if not self._own_ranks and (self._training or number > self._version or self._syncing):
             return
-        learner.scoring = True
+        self._scoring = True
         batch = self._batches[number]
         cluster, layers = self.cluster, []
         for teacher in range(cluster.teachers):  # each reads its share of the samples
@@ -369,7 +354,7 @@ class _Simulation:
                 load, compute = cost.load * self._random_factor(), cost.compute * self._random_factor()
                 layers.append(LayerCost(cost.nbytes, load, compute))
         done = self._passes.run_pass(self.clock.now, layers)
-        used = learner.usage["teachers" if self._own_ranks else "trainer"]
+        used = self._usage["teachers" if self._own_ranks else "trainer"]
         used.busy += done.busy
         used.stalled += done.stalled
         batch.stall_seconds = done.stalled
@@ -378,26 +363,25 @@ class _Simulation:
 
     def _on_scored(self, batch: SimulatedBatch) -> None:
         batch.scored = self.clock.now
-        self._learner.scoring = False
-        self._learner.scored += 1
+        self._scoring = False
+        self._scored += 1
         self._start_update()
         self._start_scoring()
 
     def _start_update(self) -> None:
         """Begin the next update, if its batch is scored and the trainer is free."""
-        learner = self._learner
-        if learner.training or self._syncing or learner.scored <= self._version:
+        if self._training or self._syncing or self._scored <= self._version:
             return
-        learner.training = True
+        self._training = True
         batch = self._batches[self._version]
         batch.staleness = self._version - min(request.began_under for request in batch.requests)
         batch.train_seconds = train_seconds(self.cluster, *batch.token_sums()) * self._random_factor()
-        learner.usage["trainer"].busy += batch.train_seconds
+        self._usage["trainer"].busy += batch.train_seconds
         self.clock.call_at(self.clock.now + batch.train_seconds, lambda: self._start_sync(batch))
 
     def _start_sync(self, batch: SimulatedBatch) -> None:
         """Send new weights. Engines stop between two tokens and go on under them."""
-        self._learner.training, self._syncing = False, True
+        self._training, self._syncing = False, True
         for engine in self.engines:
             engine.pause()
         seconds = sync_seconds(self.cluster) * self._random_factor()
@@ -442,7 +426,8 @@ def format_simulation(cluster: SimulatedCluster, result: SimulationResult) -> It
         "train": float(np.mean([batch.train_seconds for batch in steps])),
     }
     step = result.step_seconds
-    tokens = result.trained_tokens / len(result.batches)
+    trained = float(sum(one.length for batch in result.batches for one in batch.requests))
+    tokens = trained / len(result.batches)
     ranks = cluster.ranks
     if ranks.colocated:
         gpus = f"{ranks.train} GPUs that take turns"

@@ -29,8 +29,7 @@ _ADDRESS_SPACE = 1280 * 2**20
 _CACHE_MAPS = 2 * 2**30
 """Bytes of address space, not of memory, of the cache's index and one of its segments."""
 _UNWIND = 5
-"""Seconds after SIGTERM in which a command without a handler closes its files. It gets the signal again every
-second."""
+"""Seconds in which a command without a handler closes its files after SIGTERM, repeated every second."""
 
 
 _COMMAND = "OPD_COMMAND"

@@ -39,9 +39,7 @@ from opd.untrusted import convert_decode_errors, escape_controls, safe_excerpt
 
 
 def wal_command(action: str, folder: Path, out: Path | None) -> int:
-    """Run `inspect`, `verify`, `export` or `repair`, and return the exit status. Raises `StorageError`
-    without a log.
-    """
+    """Run `inspect`, `verify`, `export` or `repair`. Raises `StorageError` without a log."""
     if not folder.exists() and (folder.parent / DONE).is_file():
         raise StorageError(
             f"there is no log in {folder} any more: a stage deletes its log when it ends, and this one has"
@@ -172,7 +170,6 @@ class ReplayPermissions:
     substrate: str | None = None
     """A weaker substrate than the strongest working one."""
     image: str | None = None
-    """A container image."""
     quotas: bool = False
     """Permission for more time, memory, processes and files than a recipe's defaults."""
 

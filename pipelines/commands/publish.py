@@ -1,6 +1,4 @@
-"""Publish a model: as a teacher that ranks stream from an object store (`opd publish`), or as a commit of a
-repository on the Hub (`opd push`).
-"""
+"""Publish a model for ranks that stream it (`opd publish`), or push it to the Hub (`opd push`)."""
 
 from __future__ import annotations
 
@@ -150,9 +148,7 @@ def _pushed_files(model: Path) -> list[str]:
 
 
 def _commit_files(api: Any, model: Path, files: list[str], name: HubName) -> Any:
-    """Return the commit of `files`. The card goes without a base that is a local folder, because the Hub
-    takes only its own names.
-    """
+    """Return the commit of `files`. The Hub takes no card whose base is a folder, so it goes without."""
     from huggingface_hub import CommitOperationAdd
 
     operations = [CommitOperationAdd(file, str(model / file)) for file in files if file != CARD]

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from opd.config import Recipe
 from opd.config.hub_names import hub_name
@@ -30,9 +31,6 @@ from opd.rollout.rewards import RewardRunner
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, Sample, SamplingParams, Status, prompt_text
 from opd.untrusted import escape_controls, safe_excerpt
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 MOST = 512
 """Default tokens of an answer."""

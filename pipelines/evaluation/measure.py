@@ -36,9 +36,10 @@ from opd.pipelines.stages.student import (
     with_stop_strings,
 )
 from opd.ranks import Ranks
-from opd.rollout.collect import DomainSampling, EncodedPrompt, SamplingEngine, write_shared
+from opd.rollout.collect import DomainSampling, EncodedPrompt, SamplingEngine
 from opd.rollout.engine_pool import LockstepEngine
 from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.shared_groups import write_shared
 from opd.rollout.weight_sync import Weights, sync_weights
 from opd.types import Sample, SampleGroup, Status, prompt_text
 
@@ -165,8 +166,7 @@ def maj_at(answers: Sequence[str], right: Sequence[bool], k: int) -> float:
 
 
 CORRECT_ABOVE = 0.5
-"""A response is right if its reward is above this (checkers answer 0 or 1), an episode by
-`environment.success`."""
+"""A response is right above this reward (checkers answer 0 or 1), an episode by `environment.success`."""
 EPISODES = 8
 """Stored single episodes of each domain."""
 
@@ -192,8 +192,6 @@ class EvaluationPrompts:
     """Prompts to measure models on: the domains' held-out ones, or evaluation sets.
 
     Args:
-        recipe: The recipe with the domains.
-        data: Its domains.
         prompts: Name -> number of prompts.
         samples: Name -> number of answers to each, and their statistics.
     """
@@ -356,9 +354,7 @@ def several_answer_metrics(
 
 
 def episode_statistics(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the statistics of episodes: means, endings, and the first episode of a few prompts. Empty for
-    single answers.
-    """
+    """Return means and endings of episodes, and the first of a few prompts. Empty for single answers."""
     played = [(sample, sample.metadata[EPISODE]) for sample in samples if sample.metadata.get(EPISODE)]
     if not played:
         return {}
@@ -416,10 +412,11 @@ class EvaluationEngines:
     tokenizer: PreTrainedTokenizerBase
     student: Path
     _elsewhere: FaultTolerantRollout | None = None
+    """The recipe's engine, if that is not in this process."""
+    _here: Writer | None = None
+    """The engine of `engine_with` otherwise."""
     _form: dict[str, Any] = field(default_factory=dict)
     _version: int = 0
-    _with_weights: Writer | None = None
-    """The engine of `engine_with`."""
 
     @property
     def engine_name(self) -> str:
@@ -448,29 +445,21 @@ class EvaluationEngines:
         if other is not None:
             why = f"{other} is not the student's, so {self.engine_name} cannot hold it"
             return self._open_embedded(path), {"engine": HERE, "engine_why": why}
-        if self._elsewhere is None:
-            stops = stop_strings(recipe, self.tokenizer)
-            self._elsewhere = FaultTolerantRollout(
-                self.context.helpers.open_engines(self.student), stops=stops
-            )
-        self._version = max(self._version, self._elsewhere.policy_version) + 1
         check_folder(path)  # the weights must match their digests
-        sync_weights(self._elsewhere, stored_weights(model), self._version)
-        return self._elsewhere, {"engine": self.engine_name}
+        return self.engine_with(stored_weights(model)), {"engine": self.engine_name}
 
     def engine_with(self, weights: Weights) -> Writer:
         """Return an engine with `weights`, of the student's form, in place of the previous ones. It is the
         recipe's or one here. Raises `RolloutError` if it does not hold the weights it got.
         """
-        recipe, helpers, engine = self.context.recipe, self.context.helpers, self._with_weights
+        recipe, helpers, engine = self.context.recipe, self.context.helpers, self._elsewhere or self._here
         if engine is None and helpers is None:
             model = load_model(recipe, self.student, tokenizer=self.tokenizer)
-            engine = make_writer(recipe, model, self.tokenizer)
+            self._here = engine = make_writer(recipe, model, self.tokenizer)
         elif engine is None and helpers is not None:
             stops = stop_strings(recipe, self.tokenizer)
-            engine = FaultTolerantRollout(helpers.open_engines(self.student), stops=stops)
+            self._elsewhere = engine = FaultTolerantRollout(helpers.open_engines(self.student), stops=stops)
         assert engine is not None
-        self._with_weights = engine
         self._version = max(self._version, engine.policy_version) + 1
         sync_weights(engine, weights, self._version)
         return engine

@@ -106,9 +106,7 @@ _GIT_SECONDS = 20.0
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Return `commit` of the checkout with top `folder`, and `dirty` if tracked files changed since. Empty if
-    there is no checkout or no git.
-    """
+    """Return `commit` of the checkout `folder`, and `dirty` if tracked files changed. Empty without one."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
     def run_git(*words: str) -> str:

@@ -113,7 +113,6 @@ def _remove_folders():
 
 
 def _weights_folders():
-    """Return the folders for the server's weights."""
     folders = os.environ.get("OPD_WEIGHTS_FOLDERS", "").split(os.pathsep)
     return [folder for folder in folders if os.path.basename(folder).startswith("opd-weights-")]
 

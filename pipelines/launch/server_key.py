@@ -36,7 +36,6 @@ class KeyArguments:
 
     words: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
-    """Environment variables."""
     plugin: bool = False
     """The server imports from the folder of opd's plug-ins."""
 

@@ -100,9 +100,7 @@ class StartedGroup:
     def start_servers(
         cls, name: str, config: ServerGroupConfig, model: Path, logs: Path, place: ServerPlace | None = None
     ) -> StartedGroup:
-        """Begin to start all servers of the group, or the one of `place`. See `wait`. Raises `LaunchError` if
-        it cannot.
-        """
+        """Begin to start the group's servers, or the one of `place`. See `wait`. Raises `LaunchError`."""
         logs.mkdir(parents=True, exist_ok=True)
         key = key_of([config], logs)
         places = [ServerPlace(number, HOST) for number in range(config.count)] if place is None else [place]
@@ -328,8 +326,6 @@ class Servers:
     """The started groups of a recipe's `servers`, until closed.
 
     Args:
-        groups: The recipe's groups.
-        start: Starts one group.
         ranks: The processes of the run. The first one starts the groups for all.
         turns: Names of the groups of which one at a time is awake. See `turn`.
         mirrors: The receivers of weights of each group's servers. See `mirrors`.

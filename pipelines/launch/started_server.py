@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,6 @@ ANSWER = 5.0
 """Seconds it has to answer a check. A busy one may be slow."""
 ASKED = 10
 """Number of requests to a server's computing process in `silence_seconds`."""
-Post = Callable[[str, dict[str, Any]], int]
-"""Posts a body to a path of a server, and returns the status of its answer."""
 _NO_SUCH = 127
 _NO_KEY = KeyArguments()
 GRACE = 10.0
@@ -81,7 +79,6 @@ def command_of(group: ServerGroupConfig, model: Path, port: int, host: str = HOS
 
 
 def _server_environment(group: ServerGroupConfig, number: int, key: KeyArguments = _NO_KEY) -> dict[str, str]:
-    """Return the environment of server `number` of `group`, from this process's."""
     # Variables of this process's rank do not fit a server, which may have ranks of its own.
     variables = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
     # A health check that generates a token would fail while the engine is paused.
@@ -224,7 +221,13 @@ class StartedServer:
         with self._or_end("give its memory back"):
             if not self.served:
                 raise OSError("it is not ready yet")
-            _release_memory(self._post_json)
+            self._post_json("/abort_request", {"rid": "", "abort_all": True})  # abandoned ones
+            until = time.monotonic() + _IDLE
+            while self._post_json("/flush_cache", {}) != http.client.OK:  # it refuses while it computes
+                if time.monotonic() > until:
+                    raise http.client.HTTPException(f"it was not idle {_IDLE:g} s after all was given up")
+                time.sleep(0.1)
+            _require_ok(self._post_json("/release_memory_occupation", {"tags": PARTS}))
             self.asleep = True
 
     def wake(self) -> None:
@@ -302,19 +305,6 @@ def _open_private(path: str, flags: int) -> int:
     descriptor = os.open(path, flags, 0o600)
     os.fchmod(descriptor, 0o600)  # an existing one, too
     return descriptor
-
-
-def _release_memory(post: Post) -> None:
-    """Free all memory of an idle server, and abort abandoned requests. Raises `OSError` or `HTTPException` if
-    it cannot.
-    """
-    post("/abort_request", {"rid": "", "abort_all": True})
-    until = time.monotonic() + _IDLE
-    while post("/flush_cache", {}) != http.client.OK:  # it refuses while it computes
-        if time.monotonic() > until:
-            raise http.client.HTTPException(f"it was not idle {_IDLE:g} s after all was given up")
-        time.sleep(0.1)
-    _require_ok(post("/release_memory_occupation", {"tags": PARTS}))
 
 
 def _require_ok(status: int) -> None:

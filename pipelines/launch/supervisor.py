@@ -152,7 +152,6 @@ class Supervisor:
         return bool(self._failures) or self._preemption.is_stopping
 
     def add_member(self, member: Member) -> None:
-        """Supervise `member`, too."""
         self._members.append(member)
         self.running.append(member)
 

@@ -288,10 +288,10 @@ def loading_lines(recipe: Recipe, path: Path, prompt: Prompt) -> str:
     )
 
 
-def _prompt_excerpt(prompt: Prompt, limit: int = 400) -> str:
+def _prompt_excerpt(prompt: Prompt) -> str:
     text = prompt.text if prompt.text is not None else json.dumps(prompt.messages, ensure_ascii=False)
     text = escape_controls(text, "").replace("`", "'")
-    return text if len(text) <= limit else f"{text[:limit]} ..."
+    return text if len(text) <= 400 else f"{text[:400]} ..."
 
 
 def _teacher_rows(recipe: Recipe, folder: RunFolder, number: int) -> dict[str, dict[str, str]]:

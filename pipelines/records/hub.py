@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 
 from opd.config import Recipe
@@ -46,16 +47,30 @@ def fetch_recipe(
             commits, files = run.hub_record, run.input_files
         else:
             refuse_existing(path)
+    from opd.models.hub import fetch_from_hub
+
     data, record = recipe.model_dump(), {}
     with Progress() as progress:
         for key, (value, name) in names.items():
-            where = ".".join(key)
+            where, stage = ".".join(key), str(name)
             entry = commits.get(where, {})
             commit = entry.get("commit") if entry.get("asked") == value else None
             whole = weights and where.endswith("path")
-            local, record[where] = _fetch_one(where, value, name, commit, files.get(where), whole, progress)
-            replace_at(data, key, lambda _, local=local: local)
+            report = partial(_report_bytes, progress, stage)
+            progress.begin_stage(stage)
+            try:
+                fetched = fetch_from_hub(name, commit, weights=whole, files=files.get(where), report=report)
+            except OpdError as error:
+                raise type(error)(f"{where}: {error}") from error
+            if commit is None:
+                progress.finish_stage(stage, f"is commit {fetched.commit}")
+            record[where] = {"asked": value, "commit": fetched.commit}
+            replace_at(data, key, lambda _, path=str(fetched.path): path)
     return Recipe.model_validate(data), record
+
+
+def _report_bytes(progress: Progress, stage: str, done: int, total: int) -> None:
+    progress.update_stage(stage, done // _MIB, max(1, total // _MIB), "MiB")
 
 
 def hub_names(recipe: Recipe) -> dict[KeyPath, tuple[str, HubName]]:
@@ -82,29 +97,3 @@ def hub_names(recipe: Recipe) -> dict[KeyPath, tuple[str, HubName]]:
 def rank_variables(record: HubRecord) -> dict[str, str]:
     """Return the environment of a rank, so that `fetched` gives it its parent's commits."""
     return {_COMMITS: json.dumps(record)} if record else {}
-
-
-def _fetch_one(
-    where: str,
-    value: str,
-    name: HubName,
-    commit: str | None,
-    files: Collection[str] | None,
-    weights: bool,
-    progress: Progress,
-) -> tuple[str, Mapping[str, str]]:
-    from opd.models.hub import fetch_from_hub
-
-    stage = str(name)
-
-    def report_progress(done: int, total: int) -> None:
-        progress.update_stage(stage, done // _MIB, max(1, total // _MIB), "MiB")
-
-    progress.begin_stage(stage)
-    try:
-        fetched = fetch_from_hub(name, commit, weights=weights, files=files, report=report_progress)
-    except OpdError as error:
-        raise type(error)(f"{where}: {error}") from error
-    if commit is None:
-        progress.finish_stage(stage, f"is commit {fetched.commit}")
-    return str(fetched.path), {"asked": value, "commit": fetched.commit}

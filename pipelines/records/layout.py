@@ -119,19 +119,8 @@ class RunLayout:
         root = self.path / WEIGHTS if folder is None else Path(folder).expanduser()
         return root / safe_name(platform.node() or "node")
 
-    def cache_folder(self, stage: str) -> Path:
-        return self.stage_folder(stage) / "cache"
-
     def wal_folder(self, stage: str) -> Path:
         return self.stage_folder(stage) / "wal"
-
-    def episodes_folder(self, stage: str) -> Path:
-        """Return the log of agents' commands."""
-        return self.stage_folder(stage) / EPISODES
-
-    def retained_episodes(self, stage: str) -> Path:
-        """Return the folder for the newest episodes of that log that were trained on."""
-        return self.stage_folder(stage) / KEPT
 
     def trajectories_folder(self, stage: str) -> Path:
         return self.stage_folder(stage) / "trajectories"

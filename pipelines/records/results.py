@@ -167,9 +167,7 @@ def _model_entry(name: str, domains: dict[str, Any], finished: dict[str, Any]) -
 def _round_entries(
     recipe: Recipe, folder: RunFolder, measured: dict[str, Any], finished: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return each round's measured specialists and student, with the sums of all rounds up to it, and its
-    gain where it was measured.
-    """
+    """Return each round's measured models, with the sums of all rounds up to it, and its measured gain."""
     entries = []
     for number in range(1, recipe.rounds + 1):
         names = [f"specialist:{domain}" for domain in recipe.specialist_domains()]

@@ -69,8 +69,6 @@ def _numeric_arguments(command: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """One changed setting."""
-
     path: tuple[str, ...]
     """Its keys, from the top of the recipe."""
     old: Any
@@ -88,9 +86,7 @@ class SettingChange:
 
     @property
     def concerns_servers(self) -> bool:
-        """It concerns the place, start, calls or weights of servers. Their computation is verified before use
-        in any case.
-        """
+        """It concerns the place, start, calls or weights of servers, whose computation is verified anyway."""
         match self.path:
             case ("servers", _, "arguments", name):
                 return name not in COMPUTED
@@ -147,7 +143,6 @@ def _server_readers(recipe: Recipe) -> dict[tuple[str, ...], Stages]:
 
 
 def _reading_stages(recipe: Recipe, path: tuple[str, ...]) -> Stages:
-    """Return the stages that read a setting."""
     learners = tuple(
         specialist_stage(name) for name in recipe.domains if recipe.domains[name].specialist is None
     )
@@ -247,9 +242,7 @@ class RecordedChange:
         return cls(time, change.name, old, new, steps, done)
 
     def format_change(self) -> str:
-        """Format as `specialist.optim.lr 0.001 -> 0.0003 (specialist-a after step 6; done before:
-        specialist-b)`.
-        """
+        """Format as `specialist.optim.lr 0.001 -> 0.0003 (specialist-a after step 6; done before: merge)`."""
         goes_on = ", ".join(
             f"{name} after step {step}" if step else name for name, step in self.stages.items()
         )

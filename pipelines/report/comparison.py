@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -25,10 +26,8 @@ FREE = ("run_dir", "name")
 Rows = list[list[str]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Runs:
-    """The compared runs, by name."""
-
     names: list[str]
     runs: list[Run]
 
@@ -67,17 +66,14 @@ class Runs:
             if key.split(".")[0] not in unused
         ]
 
+    @cached_property
     def seed_groups(self) -> list[list[int]]:
-        """Return the indices of runs that share all settings but the seed, in order."""
+        """Indices of runs that differ in the seed alone, in order, of two or more: a mean makes sense."""
         groups: dict[tuple[str, ...], list[int]] = {}
         settings = [row[1:] for row in self.settings() if row[0] != "seed"]
         for index in range(len(self.runs)):
             groups.setdefault(tuple(row[index] for row in settings), []).append(index)
-        return list(groups.values())
-
-    def averaged_groups(self) -> list[list[int]]:
-        """Return the `groups` with more than one run, over which a mean makes sense."""
-        return [group for group in self.seed_groups() if len(group) > 1]
+        return [group for group in groups.values() if len(group) > 1]
 
     def accuracy(self) -> Rows:
         """Return a row a model: its mean sampled accuracy in every run. Mean and deviation over the runs of
@@ -125,9 +121,9 @@ class Runs:
     def head(self, first: str) -> list[str]:
         """Return the names of the columns."""
         means = []
-        for group in self.averaged_groups():
+        for group in self.seed_groups:
             names = ", ".join(self.names[index] for index in group)
-            means.append("mean (sd)" if len(self.seed_groups()) == 1 else f"mean (sd) of {names}")
+            means.append("mean (sd)" if len(group) == len(self.runs) else f"mean (sd) of {names}")
         return [first, *self.names, *means]
 
     def verdict(self) -> str:
@@ -149,14 +145,14 @@ class Runs:
         subject = "one recipe under several seeds" if kinds else "runs of one recipe and seed"
         if kinds - {"seed"}:
             subject = "runs of different settings, which no mean is taken over"
-            subject += " unless they differ in the seed alone" if self.averaged_groups() else ""
+            subject += " unless they differ in the seed alone" if self.seed_groups else ""
         return f"These are {subject}. {' '.join(sentences)}"
 
     def _table_row(
         self, label: str, values: Sequence[float | None], digits: int = 1, scale: float = 100
     ) -> list[str]:
         cells = ["-" if value is None else f"{scale * value:.{digits}f}" for value in values]
-        for group in self.averaged_groups():
+        for group in self.seed_groups:
             scaled = [scale * value for index in group if (value := values[index]) is not None]
             spread = f" ({stdev(scaled):.{digits}f})" if len(scaled) > 1 else ""
             cells.append(f"{mean(scaled):.{digits}f}{spread}" if scaled else "-")

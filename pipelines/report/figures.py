@@ -191,7 +191,7 @@ def chart_groups(run: Run, cues: ChartCues) -> list[ChartGroup]:
 
 def learning_panels(run: Run, cues: ChartCues) -> list[Panel]:
     """Return reward, KL and loss against student tokens (supervised warm-up: against steps)."""
-    specialists = [stage for stage in run.stages if _is_specialist(stage)]
+    specialists = [stage for stage in run.stages if kind_of(stage.name) == "specialist"]
     panels = [
         _metric_panel(spec, [(stage, key, _stage_cue(cues, stage)) for stage in specialists])
         for key, spec in SPECIALISTS.items()
@@ -352,7 +352,7 @@ def memory_per_phase(run: Run) -> Panel | None:
     """Return stacked bars: maximum memory of the merge and the largest specialist in each phase of a step."""
     stages = [stage for stage in run.stages if stage.held]
     merges = [stage for stage in stages if stage is run.merge]
-    others = [stage for stage in stages if _is_specialist(stage)]
+    others = [stage for stage in stages if kind_of(stage.name) == "specialist"]
     others.sort(key=lambda stage: -max(sum(sizes.values()) for sizes in stage.held.values()))
     bars = []
     for stage in [*merges, *others[:1]] or stages[:1]:
@@ -477,9 +477,7 @@ def merge_and_baselines(run: Run, cues: ChartCues) -> list[Series]:
 
 
 def _metric_line(stage: StageResult, key: str, cue: Cue, against: str = _TOKENS) -> Series | None:
-    """Return a metric's line. `None` if `stage` logged fewer than two values of `key`, or no tokens to draw
-    them against.
-    """
+    """Return a metric's line, `None` with fewer than two values, or no tokens to draw them against."""
     steps, tokens, values = stage.column_values(key)
     x = tokens if against == _TOKENS else steps
     if len(values) < 2 or x[-1] <= x[0]:
@@ -519,10 +517,6 @@ def _draw_panel(spec: ChartSpec, lines: Sequence[Series]) -> Panel | None:
     description = f"{where}: {listed}."
     svg = line_chart(spec.title, drawn, axis, spec.against, description)
     return Panel(spec.title, spec.unit, svg, f"{spec.caption} {description}")
-
-
-def _is_specialist(stage: StageResult) -> bool:
-    return kind_of(stage.name) == "specialist"
 
 
 def _stage_cue(cues: ChartCues, stage: StageResult) -> Cue:

@@ -28,7 +28,6 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 
 
 def render_report(run: Run) -> str:
-    """Draw the whole report."""
     cues, facts = ChartCues(run), run.facts
     headline = [run.name, *([f"seed {facts['seed']}"] if "seed" in facts else [])]
     headline += [str(facts["created"]).replace("T", " ")] if "created" in facts else []
@@ -58,7 +57,6 @@ def draw_template(template: str, **values: Any) -> Markup:
 
 
 def fill_template(template: str, **values: Any) -> str:
-    """Fill a template with `values`."""
     return _template_environment().get_template(template).render(values)
 
 

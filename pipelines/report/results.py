@@ -31,8 +31,6 @@ class DomainAccuracy:
 
 @dataclass(frozen=True, slots=True)
 class ModelResult:
-    """One evaluated model."""
-
     name: str
     kind: str
     """`base`, `specialist` (trained by the run), `teacher` (a given one), `merged` or `baseline`."""
@@ -59,7 +57,6 @@ class ModelResult:
         return self.kind in ("specialist", "teacher")
 
     def sampled_counts(self, domains: Sequence[str]) -> list[Count]:
-        """Return the sampled counts of `domains`, in that order."""
         return [self.sampled[domain].count for domain in domains]
 
 
@@ -256,8 +253,6 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The data of a report."""
-
     name: str
     facts: dict[str, Any]
     """`seed`, `version`, `created` and `machine`, if known."""
@@ -335,7 +330,6 @@ class Run:
         return list(dict.fromkeys(name for model in self.models for name in model.sets))
 
     def teachers_of(self, domain: str) -> list[ModelResult]:
-        """Return the evaluated teachers of `domain`."""
         config = self.config.get("domains", {}).get(domain, {})
         if (config.get("distill") or {}).get("kl_coef") == 0:
             return []  # only its reward counts

@@ -41,8 +41,6 @@ EMPTY = Cell(DASH, kind="none")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The head of a column."""
-
     name: str
     kind: str = ""
     role: str = ""
@@ -61,8 +59,6 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of a page."""
-
     columns: Sequence[Column]
     rows: Sequence[TableRow]
     first: str | None = ""
@@ -389,9 +385,7 @@ def episodes_tables(run: Run) -> Iterator[tuple[str, Table, str, Table]]:
 
 
 def contamination_table(run: Run) -> Table | None:
-    """Return domain or set -> evaluation prompts in training texts, with an example of each. `None` if
-    nothing was compared.
-    """
+    """Return domain or set -> evaluation prompts in training texts, and an example. `None`: not compared."""
     rows = []
     for name, matches in run.contamination.get("found", {}).items():
         count, prompts = int(matches["contaminated"]), int(matches["prompts"])

@@ -34,7 +34,7 @@ from opd.pipelines.report.display_text import (
     teachers_label,
 )
 from opd.pipelines.report.load import load_run
-from opd.pipelines.report.results import DomainAccuracy, ModelResult, RoundResult, Run
+from opd.pipelines.report.results import DomainAccuracy, ModelResult, Run
 from opd.untrusted import escape_controls
 
 WEAK = 0.2
@@ -89,11 +89,11 @@ def write_verdict(run: Run) -> Verdict:
     return Verdict(_write_headline(run, merged), [*points_, *_change_points(run), *_cost_points(run)])
 
 
-def round_changes(run: Run) -> list[tuple[RoundResult, Comparison, list[str], list[str]]]:
-    """Return each round with its student against the one before (first: the base), and the domains that it
-    improved and that it forgot: their intervals exclude zero.
+def _round_points(run: Run) -> list[tuple[str, str]]:
+    """Return what each round changed against the one before (first: the base), and why there is none after
+    the last. A domain has improved or is forgotten if the interval of its change excludes zero.
     """
-    changes, before = [], run.model("base")
+    points_, before = [], run.model("base")
     for one in run.rounds:
         student = one.model("merged")
         if student is not None and before is not None and (whole := compare_models(run, student, before)):
@@ -105,19 +105,12 @@ def round_changes(run: Run) -> list[tuple[RoundResult, Comparison, list[str], li
                 if domain in student.sampled and domain in before.sampled
             }
             improved = [domain for domain, gap in gaps.items() if gap.low > 0]
-            changes.append((one, whole, improved, [domain for domain, gap in gaps.items() if gap.high < 0]))
+            forgotten = [domain for domain, gap in gaps.items() if gap.high < 0]
+            text = f"{points(whole.gap.value)} points on average ({point_bounds(whole.gap)})"
+            text += f"; improved: {join_items(improved)}" if improved else "; no domain clearly improved"
+            text += f"; forgotten: {join_items(forgotten)}." if forgotten else "; none clearly forgotten."
+            points_.append((f"Round {one.number}:", text))
         before = student
-    return changes
-
-
-def _round_points(run: Run) -> list[tuple[str, str]]:
-    """Return what each round changed, and why there is none after the last."""
-    points_ = []
-    for one, whole, improved, forgotten in round_changes(run):
-        text = f"{points(whole.gap.value)} points on average ({point_bounds(whole.gap)})"
-        text += f"; improved: {join_items(improved)}" if improved else "; no domain clearly improved"
-        text += f"; forgotten: {join_items(forgotten)}." if forgotten else "; none clearly forgotten."
-        points_.append((f"Round {one.number}:", text))
     least, asked = run.config.get("min_round_gain"), run.config.get("rounds", 1)
     last = run.rounds[-1] if 0 < len(run.rounds) < asked else None
     if last and last.gain is not None and least is not None and last.gain < least:
@@ -268,7 +261,7 @@ def _comparison_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
             value = points(gap.value if comparison.outcome == "level" else abs(gap.value))
             notes = [f"{value if comparison.outcome == 'level' else value.lstrip('+')} points"]
             notes += [point_bounds(gap)] if comparison.outcome == "level" else []
-            notes += [_budget_note(merged, other)] if _budget_note(merged, other) else []
+            notes += [note] if (note := _budget_note(merged, other)) else []
             by_outcome[comparison.outcome].append(
                 f"{lower_label(model_label(other.name))} ({', '.join(notes)})"
             )

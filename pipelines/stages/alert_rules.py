@@ -91,9 +91,7 @@ class ConditionState:
         return names
 
     def find_violation(self, name: str) -> tuple[float, float] | None:
-        """Return the latest value or mean of a metric, and the bound that it violates. `None` within the
-        bounds.
-        """
+        """Return a metric's latest value or mean, and the bound that it violates, `None` within bounds."""
         if name not in self.latest:
             return None
         value, condition = self.latest[name], self.condition
@@ -236,7 +234,6 @@ class BaseKL:
 
     Args:
         recipe: Has the frequency of this measurement, at least 1.
-        model: The start model.
     """
 
     def __init__(self, recipe: Recipe, model: FrozenModel) -> None:

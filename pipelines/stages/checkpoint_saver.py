@@ -32,8 +32,6 @@ class CheckpointSaver:
     """Writes the checkpoints of a stage, one at a time. Use it with `with`.
 
     Args:
-        context: The stage.
-        backend: The trained model.
         others: Other trained models, by the prefix of their files.
     """
 
@@ -46,9 +44,7 @@ class CheckpointSaver:
         """The checkpoint in progress, if any."""
 
     def restore_latest(self) -> dict[str, Any]:
-        """Restore back ends and metrics from the newest valid checkpoint, and return its other state. Without
-        one they start empty.
-        """
+        """Restore back ends and metrics from the newest valid checkpoint, if any. Return its other state."""
         checkpoint = self._context.checkpoints.latest(partial(compare_together, self._context.ranks))
         if checkpoint is None:
             self._context.metrics.truncate(0)

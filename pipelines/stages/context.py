@@ -40,16 +40,12 @@ class StageHelpers(Protocol):
         ...
 
     def open_teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
-        """Return the recipe's teachers of these names, cut to `vocabulary` tokens. `None` means that they run
-        in this process.
-        """
+        """Return these teachers, cut to `vocabulary` tokens. `None`: they run in this process."""
         ...
 
 
 @dataclass(slots=True)
 class StageContext:
-    """The context of one stage of one run."""
-
     recipe: Recipe
     folder: RunFolder
     stage: str

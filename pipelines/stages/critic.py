@@ -16,7 +16,7 @@ from opd.pipelines.stages.policy_stream import PolicyStream
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.student import Student, load_model
-from opd.train.backend import Backend, TrainingSettings
+from opd.train.backend import TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.critic import GAE, ValueTerm, local_critic_values, with_value_head
 from opd.train.loss_weights import policy_scales, token_weights, turn_shares, turns_of
@@ -28,33 +28,20 @@ class Critic:
     """A value model that trains beside a student, on the same ranks and the same samples.
 
     Args:
-        config: Its training settings.
-        advantage: The settings of the advantages from its values.
-        backend: Its weights and optimiser.
+        context: The stage, whose advantage is `gae`.
+        start: The model whose trunk it begins with. Raises `ModelError` if its head is fixed.
         student: The student that samples.
-        by_turn: Every turn weighs the same, as in the policy's loss. Otherwise every token does.
     """
 
-    def __init__(
-        self,
-        config: CriticConfig,
-        advantage: GAEAdvantage,
-        backend: Backend,
-        student: Student,
-        by_turn: bool = False,
-    ) -> None:
-        self._by_turn = by_turn
-        self.config, self.advantage, self.backend, self._student = config, advantage, backend, student
-        backend.shares = student.backend.shares  # a sample's rank is the same for both
-
-    @classmethod
-    def open(cls, context: StageContext, start: Path, student: Student) -> Critic:
-        """Open a critic with the trunk of the model in `start`. Raises `ModelError` if its head is fixed."""
+    def __init__(self, context: StageContext, start: Path, student: Student) -> None:
         recipe, specialist = context.recipe, context.recipe.specialist
-        config, advantage = specialist.critic or CriticConfig(), specialist.advantage
-        assert isinstance(advantage, GAEAdvantage)
-        terms = [ValueTerm(config.clip)]
-        training = TrainingSettings(config.optim, specialist.batch, 1.0, terms, context.offload_buffer)
+        assert isinstance(specialist.advantage, GAEAdvantage)
+        self._config, self._advantage = specialist.critic or CriticConfig(), specialist.advantage
+        # Every turn weighs the same, as in the policy's loss. Otherwise every token does.
+        self._by_turn = specialist.policy_loss.aggregation == "turn"
+        self._student = student
+        terms = [ValueTerm(self._config.clip)]
+        training = TrainingSettings(self._config.optim, specialist.batch, 1.0, terms, context.offload_buffer)
         opened = open_backend(
             lambda dtype, empty=False: with_value_head(load_model(recipe, start, dtype, empty=empty)),
             recipe.train,
@@ -62,11 +49,10 @@ class Critic:
             context.ranks,
             dtype=model_dtype(recipe),
         )
-        backend = context.closing.enter_context(opened)
-        context.memory.add_source(backend.resident)
-        backend.offload_state()
-        by_turn = specialist.policy_loss.aggregation == "turn"
-        return cls(config, advantage, backend, student, by_turn)
+        self.backend = context.closing.enter_context(opened)
+        context.memory.add_source(self.backend.resident)
+        self.backend.offload_state()
+        self.backend.shares = student.backend.shares  # a sample's rank is the same for both
 
     def token_values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return values as `local_critic_values` does."""
@@ -75,8 +61,8 @@ class Critic:
 
     def estimate_advantages(self, stream: PolicyStream, learned: Sequence[Sample], coef: float) -> None:
         """Estimate the advantages of a step. See `PolicyStream.estimate_gae`."""
-        gae = GAE(self.advantage.gamma, self.advantage.lam)
-        stream.estimate_gae(gae, self.token_values, learned, coef=coef, whiten=self.advantage.whiten)
+        gae = GAE(self._advantage.gamma, self._advantage.lam)
+        stream.estimate_gae(gae, self.token_values, learned, coef=coef, whiten=self._advantage.whiten)
 
     def train_critic(
         self, samples: StepSamples, parts: Sequence[Sequence[Sample]], stream: PolicyStream, step: StepContext
@@ -84,7 +70,7 @@ class Critic:
         """Take an optimiser step for each of `parts`, and return metrics. Raises `TrainingError` if the loss
         or the gradient is not finite.
         """
-        rate = learning_rate(self.config.optim, step.index, step.progress)
+        rate = learning_rate(self._config.optim, step.index, step.progress)
         steps: list[dict[str, float]] = []
         for part in parts:
             counts = [sample.trainable_tokens for sample in part]

@@ -179,9 +179,7 @@ class DifficultyQuery:
     domain: str
     samples: int
     order: list[int]
-    """Indices of the prompts."""
     keys: list[str]
-    """Keys of those prompts."""
     question: dict[str, Any]
     """Everything the rates depend on, beside the prompts."""
 
@@ -242,9 +240,7 @@ def _prompt_order(recipe: Recipe, domain: Domain, config: DifficultyConfig) -> t
 
 
 def _valid_rows(document: dict[str, Any], keys: Sequence[str], samples: int) -> list[tuple[str, int]] | None:
-    """Return the prompts of a file if they are valid. They must be the first of `keys`, with at most
-    `samples` right answers each.
-    """
+    """Return the prompts of a file, if they are the first of `keys`, of at most `samples` right answers."""
     rows = document.get("prompts")
     if not isinstance(rows, list) or len(rows) > len(keys):
         return None

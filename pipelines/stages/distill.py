@@ -98,8 +98,6 @@ class Distill(Algorithm):
     """The teachers' divergence at every token, with the recipe's other terms.
 
     Args:
-        context: The stage.
-        start: The model to train.
         stack: Closes the teachers.
     """
 
@@ -227,7 +225,8 @@ class Distill(Algorithm):
             if policy is not None:
                 kept_weights = weigh_tokens(sample, policy.mask, kept_scales[sample.uid])
             terms = token_terms(config, sample, policy, weights, kept_weights)
-            terms.kl_weight = self.teachers.coef_of(sample) * terms.kl_weight
+            coef = 0.0 if sample.teacher is None else self.teachers.coefs[sample.domain]
+            terms.kl_weight = coef * terms.kl_weight
             return terms
 
         update = self.teachers.build_update(
@@ -237,7 +236,6 @@ class Distill(Algorithm):
         return Plan([update], metrics)
 
     def _policy_stream(self, samples: StepSamples) -> tuple[PolicyStream, dict[str, float]]:
-        """Return the policy stream with its metrics."""
         config = self.config
         correction, compared = policy_loss(config).correction, isinstance(config.loss, SampledTokenK1)
         recompute = compared or correction is not None or config.to_batch is not None

@@ -83,7 +83,6 @@ class DomainBudget:
     Args:
         recipe: Its `distill.budget` says how, its domains what they begin with.
         prompts: By domain, its prompts in a step as the recipe has them.
-        stage: The stage's name, for errors.
     """
 
     def __init__(self, recipe: Recipe, prompts: dict[str, int], stage: str) -> None:
@@ -101,8 +100,17 @@ class DomainBudget:
 
     def begin_step(self, step: StepContext) -> None:
         """Set the weights and prompts of `step`. Raises `CheckpointError` for a state of no step."""
-        config = self.config
-        self._restore_state(step.memory.get(_BUDGET))
+        config, state, names = self.config, step.memory.get(_BUDGET), set(self._own)
+        if state is not None:
+            if not (
+                isinstance(state, dict)
+                and _numbers(state.get("factors")) == names
+                and _numbers(state.get("taken")) == names
+                and _numbers(state.get("first"), least=0.0) <= names
+                and all(type(count) is int and count >= 0 for count in state["taken"].values())
+            ):
+                raise damaged_memory(self._stage, "budget")
+            self._factors, self._first, self._taken = state["factors"], state["first"], state["taken"]
         if isinstance(config, ScheduledBudget):
             planned = {name: weight_at(points, step.index) for name, points in config.weights.items()}
             factors = {name: planned.get(name, own) / own for name, own in self._own.items()}
@@ -155,21 +163,6 @@ class DomainBudget:
         whole = math.fsum(asked[name] for name in found)
         return {name: asked[name] / whole / max(value, _LEAST) for name, value in found.items()}
 
-    def _restore_state(self, state: object) -> None:
-        """Take the state that the step before has left, if there was one."""
-        if state is None:
-            return
-        names = set(self._own)
-        if not (
-            isinstance(state, dict)
-            and _numbers(state.get("factors")) == names
-            and _numbers(state.get("taken")) == names
-            and _numbers(state.get("first"), least=0.0) <= names
-            and all(type(count) is int and count >= 0 for count in state["taken"].values())
-        ):
-            raise damaged_memory(self._stage, "budget")
-        self._factors, self._first, self._taken = state["factors"], state["first"], state["taken"]
-
 
 def _numbers(found: object, least: float = -_MOST) -> set[str]:
     """Return the names in `found` if it maps each to a plausible number, else one that no domain has."""
@@ -216,24 +209,23 @@ class SoftLabelStart:
         self._step = step.index
         if not step.index:
             return
-        self._foreign = self._check_state(step.memory.get(_WARM_UP))
+        state: Any = step.memory.get(_WARM_UP)
+        known = isinstance(state, list) and all(isinstance(name, str) for name in state)
+        if not known or len(set(state)) < len(state) or not set(state) <= self._routes.keys():
+            raise damaged_memory(self._context.stage, "warm-up")
+        self._foreign = state
         left = range(step.index, self.config.steps + 1)
         self.domains = frozenset(self._foreign if left else ())
         if not self.domains:
             self._answers = {}
         elif step.index not in self._answers:
-            self._answers = self._write_answers(left)
-
-    def _write_answers(self, steps: range) -> dict[int, list[Sample]]:
-        """Return the teachers' answers to the prompts of `steps`. Logged ones are not written again."""
-        rollouts = self._student.rollouts
-        logs = None if rollouts is None else rollouts.logs
-        asked = dict.fromkeys(self._foreign, steps)
-        written = teacher_samples(self._context, self._data, self._student, logs, asked)
-        for step, samples in written.items():
-            for sample in samples:  # a teacher's answers have no age
-                sample.policy_versions = np.full(len(sample.response_ids), step, np.int32)
-        return written
+            rollouts = self._student.rollouts
+            logs = None if rollouts is None else rollouts.logs
+            asked = dict.fromkeys(self._foreign, left)
+            self._answers = teacher_samples(self._context, self._data, self._student, logs, asked)
+            for index, samples in self._answers.items():
+                for sample in samples:  # a teacher's answers have no age
+                    sample.policy_versions = np.full(len(sample.response_ids), index, np.int32)
 
     def given_groups(self, index: int) -> list[SampleGroup]:
         """Return the teachers' groups of step `index`, which has begun."""
@@ -244,11 +236,12 @@ class SoftLabelStart:
         rollouts = self._student.rollouts
         if not self.domains or rollouts is None or rollouts.logs is None:
             return set()
-        return {uid for uid in rollouts.logs.tokens.uids() if self._is_later(uid)}
-
-    def _is_later(self, uid: str) -> bool:
-        _, domain, number = uid.split("/")[:3]
-        return domain in self.domains and int(number) // self._counts[domain] > self._step
+        later = set()
+        for uid in rollouts.logs.tokens.uids():
+            _, domain, number = uid.split("/")[:3]
+            if domain in self.domains and int(number) // self._counts[domain] > self._step:
+                later.add(uid)
+        return later
 
     def finish_step(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         """Decide by the first step's `metrics`, and return what this step had."""
@@ -266,10 +259,3 @@ class SoftLabelStart:
                 ", ".join(foreign) or "no domain",
             )
         return {f"warm_up/{name}": 1.0 for name in self._routes if name in self.domains}
-
-    def _check_state(self, state: Any) -> list[str]:
-        """Return the state that the first step has left."""
-        known = isinstance(state, list) and all(isinstance(name, str) for name in state)
-        if not known or len(set(state)) < len(state) or not set(state) <= self._routes.keys():
-            raise damaged_memory(self._context.stage, "warm-up")
-        return state

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -99,9 +99,7 @@ def sequence_limit(
 
 
 def sequence_positions(config: PreTrainedConfig, recipe: Recipe, limit: int) -> int:
-    """Return the tokens of a sequence for a model's configuration. It is `limit`, or the positions without
-    those reserved by servers.
-    """
+    """Return the tokens of a sequence: `limit`, or the positions of `config` without servers' own."""
     positions = positions_of(config)
     return limit if positions is None else min(limit, positions - recipe.kept_by_servers)
 
@@ -125,9 +123,7 @@ def prompt_capacity(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: 
 
 
 def template_arguments(recipe: Recipe, domain: str) -> dict[str, Any]:
-    """Return the chat template's arguments for prompts of `domain`: the recipe's, and its environment's
-    tools.
-    """
+    """Return the chat template's arguments for prompts of `domain`: the recipe's, an environment's tools."""
     config = recipe.domains[domain].environment
     # An agent brings its own with each request.
     tools = [] if config is None or config.agent_path is not None else tools_of(config, domain)
@@ -212,9 +208,18 @@ class DomainSet:
 
     def fill_teacher_prompts(self, samples: StepSamples) -> dict[str, float]:
         """Make the teachers' prompts that say what the step's answers were, which have their rewards. Return
-        the shares of samples that were taught with what.
+        the shares of samples that were taught with what, as metrics. Empty if no domain's teachers read such
+        prompts.
         """
-        return fill_teacher_prompts([*self.made_late.values()], samples) if self.made_late else {}
+        if not self.made_late:
+            return {}
+        counts: Counter[str] = Counter()
+        named = {"none", "long"}
+        for one in self.made_late.values():
+            one.fill_prompts(samples, counts)
+            named |= one.config.group_columns | ({"fallback"} if one.config.fallback else set())
+        total = counts["samples"]
+        return {f"teacher_prompt/{name}": counts[name] / total for name in sorted(named) if total}
 
     def next_prompts(self, domain: str, start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """Return training prompts number `start ... start + count - 1` of the domain's endless sequence.
@@ -252,10 +257,6 @@ class DomainSet:
         """Return the first `count` held-out prompts (all of them, if there are fewer)."""
         prompts = self._encode(self.domains[domain].held_out[:count])
         return [replace(one, uid=f"{purpose}/{domain}/{i}") for i, one in enumerate(prompts)]
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(slots=True)
@@ -367,11 +368,9 @@ class GroupPrompts:
         """[C'] int32. Text of the model's or of others is never read as a special token. `None` if it holds
         what the tokenizer cannot spell.
         """
-        held = {f"{_HELD}{name}_": text for name, text in texts.items() if self._may_act(text)}
-        texts = {
-            name: f"{_HELD}{name}_" if f"{_HELD}{name}_" in held else text for name, text in texts.items()
-        }
-        asked = teacher_prompt(prompt, config, texts)
+        marks = {name: f"{_HELD}{name}_" for name, text in texts.items() if self._may_act(text)}
+        held = {mark: texts[name] for name, mark in marks.items()}
+        asked = teacher_prompt(prompt, config, {**texts, **marks})
         try:
             return encode_prompt(asked, self.tokenizer, self.template, HeldTexts(held, self.special))
         except DataError:
@@ -389,16 +388,3 @@ class GroupPrompts:
 
 _HELD = "ToldToTheTeacher"
 """Stands for text that holds a special token, while a prompt is rendered."""
-
-
-def fill_teacher_prompts(made: Sequence[GroupPrompts], samples: StepSamples) -> dict[str, float]:
-    """Make the teachers' prompts of a step whose samples have their rewards. Return the shares of samples
-    that were taught with what, as metrics. Empty if no domain's teachers read such prompts.
-    """
-    counts: Counter[str] = Counter()
-    for one in made:
-        one.fill_prompts(samples, counts)
-    named = {"none", "long"}.union(*(one.config.group_columns for one in made))
-    named |= {"fallback"} if any(one.config.fallback for one in made) else set()
-    total = counts["samples"]
-    return {f"teacher_prompt/{name}": counts[name] / total for name in sorted(named) if total}

@@ -74,9 +74,7 @@ class GRPO(Algorithm):
     Filters and masks select the responses for the rewards. The teachers teach on every response.
 
     Args:
-        context: The stage.
         start: The model to train, and the frozen reference.
-        domains: The domains of training.
         stack: Closes the teachers.
     """
 
@@ -112,7 +110,7 @@ class GRPO(Algorithm):
         if isinstance(config.advantage, GAEAdvantage):
             from opd.pipelines.stages.critic import Critic
 
-            self._critic = Critic.open(context, start, self.student)
+            self._critic = Critic(context, start, self.student)
         self.data = DomainSet.open(following, self.student.tokenizer)
         self._base_kl: BaseKL | None = None
         if recipe.evaluation.base_kl_every:
@@ -146,7 +144,6 @@ class GRPO(Algorithm):
         return {} if self._critic is None else {"critic": self._critic.backend}
 
     def batch_prompts(self, index: int) -> list[EncodedPrompt]:
-        """Return the prompts of batch number `index`."""
         if self._choice is not None:
             return self._choice.first_prompts(index)
         count = self.config.prompts_per_step
@@ -358,9 +355,7 @@ class GRPO(Algorithm):
 
 
 def _split_episodes(samples: list[Sample], parts: int) -> list[list[Sample]]:
-    """Split `samples` into at most `parts` consecutive slices of nearly as many responses, none empty.
-    Branches stay with their episode.
-    """
+    """Split into at most `parts` slices of nearly as many responses, none empty. Branches stay together."""
     episodes = [list(branches) for _, branches in groupby(samples, key=lambda sample: sample.episode)]
     parts = min(parts, len(episodes))
     bounds = [round(i * len(episodes) / max(parts, 1)) for i in range(parts + 1)]

@@ -41,7 +41,6 @@ class LastSamples:
     step does not fail without it.
 
     Args:
-        path: The file.
         text: A response as its reward sees it. `None`: nothing is stored.
         clock: Seconds, from anywhere.
     """

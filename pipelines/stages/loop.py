@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from opd.config import OptimConfig
 from opd.errors import TrainingError
@@ -56,8 +56,6 @@ class LoopState:
 
 @dataclass(slots=True)
 class StepContext:
-    """The inputs of one step."""
-
     index: int
     progress: float
     """Share of the stage done before this step, in [0, 1)."""
@@ -95,36 +93,42 @@ class Extent:
         return max(state.step, round(self.tokens / per_step)) if per_step else state.step + 1
 
 
-class SampleSource(Protocol):
-    """The source of the steps' samples. `sample_source.py` has the implementations."""
+class SampleSource(ABC):
+    """The source of the steps' samples. `sample_source.py` has the implementations. By default no engine
+    generates, so most methods do nothing.
+    """
 
     def start(self, step: int, memory: dict[str, Any]) -> None:
         """Start at the learner's weights of version `step`. After a resume the engine needs them. `memory`
         is in checkpoints, as JSON, and may be changed while a step runs.
         """
+        return
 
+    @abstractmethod
     def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
         """Return the samples of step `index`, for as long as the block runs."""
-        ...
 
     def on_weights_updated(self, version: int) -> None:
         """Give the engine the learner's weights of `version`, which may be the same."""
+        return
+
+    def idle_engine(self) -> AbstractContextManager[None]:
+        """Let others use the engine while the block runs."""
+        return nullcontext()
 
     def on_checkpoint(self) -> Callable[[], None]:
         """Called when a checkpoint starts. Returns a callback. Call it once the checkpoint is on disk to
         release the samples of all steps up to now.
         """
-        ...
+        return lambda: None
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
         """Return counts of requests and engines since the last call, as metrics, and add them to `totals`."""
-        ...
+        return {}
 
 
 @dataclass(slots=True)
 class Update:
-    """One optimiser step."""
-
     samples: list[Sample]
     """In the order of training. See `Backend.accumulate_gradient`, also for `read`."""
     read: Read
@@ -132,15 +136,13 @@ class Update:
     """Called once the gradient is there."""
 
     @classmethod
-    def from_batch(cls, batch: RolloutBatch, done: Callable[[], None] = lambda: None) -> Update:
+    def from_batch(cls, batch: RolloutBatch) -> Update:
         """Return the step on a batch in memory."""
-        return cls(batch.samples, lambda parts: (batch.select_samples(part) for part in parts), done)
+        return cls(batch.samples, lambda parts: (batch.select_samples(part) for part in parts))
 
 
 @dataclass(slots=True)
 class Plan:
-    """The updates of a step."""
-
     updates: Sequence[Update]
     """Empty if there is nothing to learn from."""
     metrics: dict[str, float] = field(default_factory=dict)

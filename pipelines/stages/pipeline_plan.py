@@ -1,6 +1,4 @@
-"""Plan the stages of a run and their needs: base -> specialists -> merge, again in each round -> baselines ->
-evaluate.
-"""
+"""Plan a run's stages and needs: base -> specialists -> merge (again each round) -> baselines -> evaluate."""
 
 from __future__ import annotations
 

@@ -258,9 +258,7 @@ class PolicyStream:
         return sum(one.log_ratios.get(who, 0.0) for one in numbers) / tokens if tokens else None
 
     def accepted_counts(self, samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
-        """Return the number of tokens of each sample that the correction left in the loss, and the number of
-        turns with such a token.
-        """
+        """Return the tokens of each sample that the correction left, and the turns with such a token."""
         numbers = [self._numbers_at(sample) for sample in samples]
         return [int(one.correction.kept) for one in numbers], [one.turns for one in numbers]
 

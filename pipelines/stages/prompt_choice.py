@@ -63,10 +63,8 @@ class PromptChoice:
     """Hands out the prompts of each step, and selects the groups to train on.
 
     Args:
-        data: The domains.
         domains: Names of the domains to sample.
         stage: Prefix of every prompt's uid.
-        config: The stage's settings.
         judge: From the stage's algorithm.
         seed: The recipe's seed, which `measure` sets.
     """
@@ -244,9 +242,7 @@ class PromptChoice:
         return self._numbered_prompts(self._step, first, count)
 
     def _numbered_prompts(self, step: int, first: int, count: int) -> list[EncodedPrompt]:
-        """Return numbers `first ... first + count - 1` of the endless sequence, in their order. No domain
-        comes first in it.
-        """
+        """Return numbers `first ... first + count - 1` of the endless sequence, which no domain leads."""
         prompts = []
         for number in range(first, first + count):
             turn, position = divmod(number, len(self._domains))

@@ -40,9 +40,7 @@ def plan_portions(
 
 
 def ended_recipe(recipe: Recipe, folder: RunFolder) -> Recipe:
-    """Return `recipe` with the rounds that its run has. The first that gained too little is the last, unless
-    the next has begun.
-    """
+    """Return `recipe` with the run's rounds: up to the first that gained too little, unless one follows."""
     least = recipe.min_round_gain
     for number in range(1, recipe.rounds if least is not None else 1):
         done = folder.stage_done(gain_stage(number))

@@ -117,9 +117,7 @@ class SampleFiles:
         return uids
 
     def branch_uids(self, group_uid: str, batch: int) -> dict[str, str]:
-        """Return the stored branches of a group of a batch, in their order: their uid -> that of their
-        episode.
-        """
+        """Return a group's stored branches of a batch, in their order: their uid -> that of their episode."""
         with self._mutex:
             branches = self._branches.get((batch, group_uid), {})
             return {uid: self._written[batch, uid].branch_of for _, uid in sorted(branches.items())}
@@ -232,9 +230,7 @@ def light_sample(store: SampleStore, row: int) -> Sample:
 
 
 class SignalFiles:
-    """Signals of a step, one file for each kind. A repeated step computes them again, so they need not
-    outlive it.
-    """
+    """A step's signals, one file a kind. A repeated step computes them again, so they need not outlive it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -10,15 +10,16 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass
 from typing import Any
 
-from opd.config import Recipe
 from opd.errors import ConfigError
 from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.loop import SampleSource
 from opd.pipelines.stages.samples import SampleBuffer, StepSamples
 from opd.pipelines.stages.stage_rollout import StageRollout
 from opd.pipelines.stages.student import Student
 from opd.rollout.ahead import RolloutAhead
-from opd.rollout.collect import EncodedPrompt, SamplingEngine, share_groups
+from opd.rollout.collect import EncodedPrompt, SamplingEngine
 from opd.rollout.partial import Carried, PartialRollouts
+from opd.rollout.shared_groups import share_groups
 from opd.types import Sample, SampleGroup
 
 
@@ -52,38 +53,20 @@ _CARRIED = "carried"
 """Key of a checkpoint's memory: the groups that the next step goes on with, see `Carried.by_rank`."""
 
 
-class StaticSource:
+class StaticSource(SampleSource):
     """Static samples: demonstrations, or earlier answers of teachers.
 
     Args:
         make: Returns the samples of a step, by its number.
-        student: Trains on them.
     """
 
     def __init__(self, make: Callable[[int], list[Sample]], student: Student) -> None:
         self._make, self._student = make, student
 
-    def start(self, step: int, memory: dict[str, Any]) -> None:
-        """Do nothing, because no engine generates."""
-
     def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
         groups = as_groups(self._make(index))
         self._student.end_rollout()
         return nullcontext(StepSamples(groups, self._student.backend, self._student.ranks))
-
-    def on_weights_updated(self, version: int) -> None:
-        """Do nothing, because no engine waits for the weights."""
-
-    def idle_engine(self) -> AbstractContextManager[None]:
-        """Do nothing, because no engine generates."""
-        return nullcontext()
-
-    def on_checkpoint(self) -> Callable[[], None]:
-        """Return a no-op, because there is no log."""
-        return lambda: None
-
-    def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
-        return {}
 
 
 def as_groups(samples: Sequence[Sample]) -> list[SampleGroup]:
@@ -97,14 +80,13 @@ def as_groups(samples: Sequence[Sample]) -> list[SampleGroup]:
     return groups
 
 
-class Rollouts:
+class Rollouts(SampleSource):
     """The student's rollouts, in turn with training. Batch `k` is trained on by weights of version `k`.
 
     Args:
         student: Generates, and gives its weights to the engine.
         rollouts: The engine behind the stage's token log.
         buffer: The store of samples until they are trained on.
-        request: The requests to the student.
         partial: Takes groups as they finish, if the recipe over-samples.
     """
 
@@ -200,10 +182,6 @@ class Rollouts:
         version its tokens would be older than those of a resumed stage.
         """
         self._student.push_weights(version)
-
-    def idle_engine(self) -> AbstractContextManager[None]:
-        """Let others use the engine while the block runs."""
-        return nullcontext()
 
     def _kept_uids(self) -> frozenset[str]:
         """Return what the log has of groups that go on, and of steps that wait for the learner."""
@@ -335,7 +313,16 @@ def open_source(context: StageContext, student: Student, request: StageRequest, 
         buffer = stack.enter_context(DiskSampleBuffer.open_stage(context, student, request.route))
     partial = None
     if config.over_sample > 1:
-        partial = open_partial(context.recipe, student, request)
+        partial = PartialRollouts(
+            request.prompts,
+            request.size,
+            config.early_prompts,
+            {name: way.sampling for name, way in student.ways.items()},
+            context.recipe.seed,
+            request.steps,
+            config.most_carried,
+            student.barrier.ranks.shard,
+        )
         partial.asynchronous, partial.is_stored = config.schedule == "async", buffer.is_stored
         if logged.logs is not None and (partial.asynchronous or type(buffer) is not SampleBuffer):
             partial.log = logged.logs.tokens
@@ -348,18 +335,3 @@ def open_source(context: StageContext, student: Student, request: StageRequest, 
     # A user's own `generate` may have state, so one batch is generated at a time.
     rollouts.joined = config.generate is None
     return stack.enter_context(closing(rollouts))
-
-
-def open_partial(recipe: Recipe, student: Student, request: StageRequest) -> PartialRollouts:
-    """Return the groups of a stage that over-samples."""
-    config = recipe.rollout
-    return PartialRollouts(
-        request.prompts,
-        request.size,
-        config.early_prompts,
-        {name: way.sampling for name, way in student.ways.items()},
-        recipe.seed,
-        request.steps,
-        config.most_carried,
-        student.barrier.ranks.shard,
-    )

@@ -65,9 +65,7 @@ class StepSamples:
         return sum(sample.trainable_tokens for sample in self.samples)
 
     def limit_tokens(self, tokens: int) -> None:
-        """Retain the first groups, up to the one whose tokens reach `tokens`. The excess is less than one
-        group.
-        """
+        """Retain the first groups, up to the one whose tokens reach `tokens`: less than a group too many."""
         counts = [sum(s.trainable_tokens for s in group.samples_with_branches) for group in self.groups]
         self.groups = self.groups[: bisect_left(list(accumulate(counts)), tokens) + 1]
 
@@ -82,9 +80,7 @@ class StepSamples:
             group.share_rewards()
 
     def drop_stale(self, version: int, limit: int | None) -> dict[str, float]:
-        """Return the tokens' ages for a learner at `version`, and mask tokens older than `limit`. Empty if
-        all are of `version`.
-        """
+        """Return the tokens' ages for a learner at `version`, if any, and mask tokens older than `limit`."""
         metrics = staleness_metrics(self.samples, version)
         if not metrics.get("staleness/max"):
             return {}

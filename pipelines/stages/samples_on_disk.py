@@ -33,13 +33,13 @@ from opd.rollout.collect import (
     SamplingEngine,
     collect,
     generate_groups,
-    in_step,
     is_played,
     start_episodes,
     stream_samples,
 )
 from opd.rollout.requests import RequestWriter
 from opd.rollout.rewards import RewardRunner
+from opd.rollout.shared_groups import in_step
 from opd.rollout.streams import More, as_list, with_note
 from opd.storage.sample_lot import EVERY_FIELD
 from opd.storage.sample_store import SampleStore
@@ -58,9 +58,7 @@ class DiskSampleBuffer(SampleBuffer):
     """The store of a stage's samples until they are trained on: on disk.
 
     Args:
-        context: The stage.
         student: Samples and trains.
-        files: The files of responses.
         route: Returns the teacher of a sample, for viewers of the store.
     """
 
@@ -316,8 +314,6 @@ class SamplesOnDisk(StepSamples):
         groups: Of all ranks, in the order of their prompts.
         rows: Uid of a sample -> its row in `store`.
         store: All ranks' samples.
-        signals: The files of signals.
-        backend: Trains on them.
         ranks: Each rank rewards its own samples.
     """
 

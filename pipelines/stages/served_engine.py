@@ -103,7 +103,6 @@ class ServedHelpers:
         return EnginePool([engine], ONCE)
 
     def open_teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
-        """Open teachers as in `StageHelpers`."""
         return None if self._others is None else self._others.open_teachers(names, vocabulary)
 
     def _plain_model(self, model: Path) -> Path:
@@ -158,7 +157,6 @@ class ServedHelpers:
         return program_named(self._config.program)
 
     def _weight_push(self, model: Path) -> Push:
-        """Return the transfer of all weights to the workers."""
         config, launch, read = self._config, self._context.recipe.launch, self._worker_program.read
         if self._sync_mode == "tensors" and isinstance(config, SGLangEngineConfig):
             from opd.rollout.sglang_engine import TensorPush

@@ -173,10 +173,7 @@ class FineTuning(SupervisedAlgorithm):
     """Cross-entropy on demonstrations, measured on held-out ones.
 
     Args:
-        config: The training settings.
-        backend: The trainer.
         stage: Prefix of the samples' uids.
-        held_out: The rows to measure.
     """
 
     steps = 0
@@ -203,9 +200,7 @@ class FineTuning(SupervisedAlgorithm):
             return self.measure_loss(done)
 
     def measure_loss(self, version: int) -> dict[str, float]:
-        """Return the cross-entropy per token on held-out rows, for the present weights of `version`. Empty if
-        nothing is held out.
-        """
+        """Return the cross-entropy per token on held-out rows, if any, for present weights of `version`."""
         if self._held_out and self._measured[0] != version:
             logprobs = self._backend.recompute_logprobs(self._held_out)
             counted = [

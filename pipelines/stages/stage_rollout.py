@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import CheckpointError
+from opd.pipelines.records.layout import EPISODES, KEPT
 from opd.pipelines.stages.context import StageContext
 from opd.rollout.collect import DomainSampling
 from opd.rollout.engine_pool import EnginePool
@@ -137,9 +138,7 @@ class StageRollout:
             self.logs.retire(uids)
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
-        """Return counts of requests, engines and log since the last call, as metrics. They are added to
-        `totals`.
-        """
+        """Return counts of requests, engines and log since the last call, as metrics. Adds to `totals`."""
         counters = {f"rollout/{name}": value for name, value in self.engine.take_counters().items()}
         if self.logs is not None:
             before, self._counted_seconds = self._counted_seconds, self.logs.tokens.write_seconds
@@ -171,9 +170,9 @@ def open_logs(context: StageContext) -> Iterator[StageLogs | None]:
         if any(domain.environment is not None for domain in context.recipe.domains.values()):
             from opd.environments.trajectory import TrajectoryLog
 
-            path = context.rank_path(folder.episodes_folder(context.stage))
-            episodes = stack.enter_context(TrajectoryLog(path, **settings))
-            retained = context.rank_path(folder.retained_episodes(context.stage))
+            stage = folder.stage_folder(context.stage)
+            episodes = stack.enter_context(TrajectoryLog(context.rank_path(stage / EPISODES), **settings))
+            retained = context.rank_path(stage / KEPT)
             open_retained = lambda: stack.enter_context(TrajectoryLog(retained, fsync="os"))  # noqa: E731
         logs = StageLogs(tokens, episodes, config.keep, open_retained)
         yield logs
@@ -188,9 +187,7 @@ def fault_tolerant(
     stops: StopStrings | None,
     in_flight: KVFile | None = None,
 ) -> FaultTolerantRollout:
-    """Wrap `engine_pool` with the log of tokens. Its engines leave when the stage is to stop. `in_flight`
-    stores keys and values.
-    """
+    """Wrap `engine_pool` with a log of tokens, until the stage is to stop. `in_flight`: keys and values."""
     return FaultTolerantRollout(
         engine_pool,
         None if logs is None else logs.tokens,

@@ -36,16 +36,15 @@ from opd.rollout.collect import (
     EncodedPrompt,
     Generate,
     SamplingEngine,
-    WriterBarrier,
     generate_groups,
     load_generate,
-    write_shared,
 )
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.kv_cache import kv_budget
 from opd.rollout.request_state import StopStrings
 from opd.rollout.sharded import ModelSharing
+from opd.rollout.shared_groups import WriterBarrier, write_shared
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights
 from opd.train.backend import Backend, TrainingSettings
@@ -332,9 +331,7 @@ def open_frozen(context: StageContext, path: Path, batch: BatchConfig) -> Frozen
 
 
 def shared_experts(recipe: Recipe) -> int | Literal["auto"]:
-    """Return how FSDP2's ranks share the experts of a model that is not trained. Megatron-Core's number is of
-    its own groups.
-    """
+    """Return how FSDP2's ranks share the experts of an untrained model. Megatron-Core has its own groups."""
     return "auto" if recipe.train.backend == "megatron" else recipe.train.expert_parallel
 
 
@@ -356,14 +353,11 @@ class Student:
     tokenizer: PreTrainedTokenizerBase
 
     backend: Backend
-    """The trainer."""
     load_untrained: ModelLoader
     """Loads the model that the training began with."""
     ranks: Ranks
-    """The ranks of the training thread."""
 
     engine_pool: EnginePool
-    """The stage's engines."""
     engine_weights: EngineWeights
     ways: dict[str, DomainSampling]
     """The generation of each domain's responses."""
@@ -444,8 +438,7 @@ class Student:
         return self.rollouts
 
     def record_masks(self) -> None:
-        """Let embedded engines, here or on Ray, give the tokens with their sampling masks, which the trainer
-        replays."""
+        """Let embedded engines, here or on Ray, give tokens with their sampling masks, for the trainer."""
         self.records_masks = True
         for engine in self.engine_pool.engines:
             if (record := getattr(engine, "record_masks", None)) is not None:
@@ -466,9 +459,7 @@ class Student:
     def sample_groups(
         self, prompts: Sequence[EncodedPrompt], group_size: int, engine: SamplingEngine, batch: int = 0
     ) -> list[SampleGroup]:
-        """Sample the responses of `batch` through `engine`, a wrapper of the student's own. Each rank samples
-        its share.
-        """
+        """Sample this rank's share of `batch` through `engine`, a wrapper of the student's own."""
         ways = self.ways if self.rollouts is None else self.rollouts.ways
         seed = self.recipe.seed
         generate = partial(generate_groups, engine, group_size=group_size, settings=ways, seed=seed)

@@ -21,7 +21,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.generation import generation_of
 from opd.models.token_ids import ids_of_texts
-from opd.pipelines.evaluation.measure import prompt_accuracy
+from opd.pipelines.evaluation.measure import held_out_accuracy
 from opd.pipelines.records.stage_names import of_round
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
@@ -40,8 +40,9 @@ from opd.pipelines.stages.student import (
 )
 from opd.pipelines.stages.teachers import whole_teacher
 from opd.progress import set_activity
-from opd.rollout.collect import generate_groups, write_shared
+from opd.rollout.collect import generate_groups
 from opd.rollout.engine_pool import EnginePool
+from opd.rollout.shared_groups import write_shared
 from opd.teachers.schedule import Router
 from opd.train.loss_weights import normalised_scales, policy_scales, token_weights, turn_shares, turns_of
 from opd.train.optimizer import learning_rate
@@ -58,7 +59,6 @@ class SupervisedAlgorithm(Algorithm):
     """Cross-entropy on static samples.
 
     Args:
-        optim: The optimiser's settings.
         shares: Each domain's share of the loss. `None`: every token weighs the same.
         normalise: The unit of equal weight within a share, as in the merge. `teacher`: its tokens.
     """
@@ -221,8 +221,7 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
         raise TrainingError(
             f"after {config.rounds} rounds of warm-up {short}; raise base.steps, base.rounds or base.right"
         )
-    accuracies = {f"accuracy/{name}": share for name, share in accuracy.items()}
-    return result | accuracies | {"digest": student.export_model(out, context.stage_card(result))}
+    return result | accuracy | {"digest": student.export_model(out, context.stage_card(result))}
 
 
 class WarmUp(SupervisedAlgorithm):
@@ -253,28 +252,16 @@ class WarmUp(SupervisedAlgorithm):
         return {}
 
     def measure_accuracy(self, version: int) -> dict[str, float]:
-        """Return the accuracy in every domain of the present weights, which are of `version`."""
+        """Return `accuracy/DOMAIN` of the present weights, which are of `version`."""
         if version not in self._measured:
-            student, recipe = self._student, self._context.recipe
-            student.push_weights(version)
-            engine = student.evaluator
-            self._measured[version] = {
-                name: prompt_accuracy(
-                    engine,
-                    self._data,
-                    self._data.held_out(name, 500, "evaluate"),
-                    student.ways[name],
-                    seed=recipe.seed,
-                    ranks=student.ranks,
-                ).accuracy
-                for name in recipe.domains
-            }
+            self._student.push_weights(version)
+            domains = list(self._context.recipe.domains)
+            self._measured[version] = held_out_accuracy(self._student, self._data, domains, 500)
         return self._measured[version]
 
 
 _MORE_ROUNDS = "rounds_more"
-"""Counter: rounds after the first one. It is in every checkpoint, so that a resumed stage ends at the same
-step."""
+"""Counter: rounds after the first. Checkpoints have it, so that a resumed stage ends at the same step."""
 
 
 class _WarmUpExtent(Extent):
@@ -289,7 +276,11 @@ class _WarmUpExtent(Extent):
 
 def _describe_shortfall(accuracy: Mapping[str, float], config: WarmupConfig) -> str:
     """Describe the domains below `min_accuracy`. Empty if there are none."""
-    shares = [f"{share:.1%} in {name}" for name, share in accuracy.items() if share < config.min_accuracy]
+    shares = [
+        f"{share:.1%} in {name.removeprefix('accuracy/')}"
+        for name, share in accuracy.items()
+        if share < config.min_accuracy
+    ]
     floor = f"base.min_accuracy = {config.min_accuracy:.1%}"
     return f"the base samples fewer right answers than {floor}: {', '.join(shares)}" if shares else ""
 

@@ -69,7 +69,6 @@ class StageTeachers:
 
     Args:
         context: The stage. Its recipe's domains select the teachers, its `distill` the loss and mixture.
-        schedule: The teachers.
     """
 
     def __init__(self, context: StageContext, schedule: TeacherSchedule) -> None:
@@ -78,10 +77,6 @@ class StageTeachers:
         self._config = recipe.distill
         self.coefs = {name: recipe.for_domain(name).distill.kl_coef for name in recipe.domains}
         """Weight of the divergence in each domain."""
-
-    def coef_of(self, sample: Sample) -> float:
-        """Return the weight of the divergence of `sample`, 0 without a teacher."""
-        return 0.0 if sample.teacher is None else self.coefs[sample.domain]
 
     def with_scoring(self, request: StageRequest) -> StageRequest:
         """Return `request` with each response passed to its teacher."""
@@ -98,10 +93,9 @@ class StageTeachers:
         if not (elsewhere and in_turn and whole and self._context.ranks.is_alone):
             return replace(request, route=route)
 
-        def score_ahead(engine: SamplingEngine, prompts: Sequence[EncodedPrompt]) -> SamplingEngine:
-            return ScoreAhead(engine, self.schedule, prompts)
-
-        return replace(request, wrap_engine=score_ahead, route=route)
+        return replace(
+            request, wrap_engine=lambda engine, some: ScoreAhead(engine, self.schedule, some), route=route
+        )
 
     def score_samples(self, samples: StepSamples) -> None:
         """Send each sample to its teacher. From disk they go in batches, and cached results are released."""
@@ -261,7 +255,7 @@ def _open_score_cache(
             variants[name] = model_dtype(recipe) + kind
     if not variants or not storage.cache_mb:
         return None
-    folder = context.rank_path(context.folder.cache_folder(context.stage))
+    folder = context.rank_path(context.folder.stage_folder(context.stage) / "cache")
     files = stack.enter_context(NodeCache(folder, quota_bytes=storage.cache_mb * MIB))
     wanted = storage.hidden_memory_mb
     memory = (HIDDEN_MB if wanted is None else wanted) * MIB
@@ -429,8 +423,6 @@ class ScoreAhead:
     requests are keyed by their tokens. Everything happens in the caller's thread.
 
     Args:
-        engine: The engine.
-        schedule: The schedule of the teachers.
         prompts: Domain and group of each request, whose uid begins with its prompt's.
     """
 

@@ -194,9 +194,7 @@ def merge_dare(base: Weights, experts: Sequence[Weights], density: float, scale:
 
 
 def _uniform_draws(seed: int, index: int, name: str, delta: Tensor) -> Tensor:
-    """Return uniform numbers in [0, 1) of the shape of `delta`: the counter-based stream of (seed, expert and
-    name of the tensor).
-    """
+    """Return uniform numbers in [0, 1), shaped as `delta`: the stream of (seed, expert, tensor name)."""
     digest = hashlib.blake2b(f"{index}:{name}".encode(), digest_size=8).digest()
     key = np.array([seed, int.from_bytes(digest, "little")], dtype=np.uint64)
     draws = np.random.Generator(np.random.Philox(key=key)).random(delta.numel(), dtype=np.float32)

@@ -149,7 +149,7 @@ STOPPED = """
 import os, signal, sys
 from opd.errors import RanksError
 from opd.ranks import join_ranks
-from opd.rollout.collect import WriterBarrier
+from opd.rollout.shared_groups import WriterBarrier
 
 with join_ranks("cpu", 4.0) as ranks:
     ranks.barrier("the start")

@@ -11,8 +11,9 @@ from test_episodes import KilledError, Recorded, digits_engine, prompts, samplin
 from opd.environments.protocol import EPISODE
 from opd.errors import RolloutError
 from opd.pipelines.stages.samples import rollout_metrics
-from opd.rollout.collect import EncodedPrompt, _check_groups, decode_groups, encode_groups
+from opd.rollout.collect import EncodedPrompt, _check_groups
 from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.shared_groups import decode_groups, encode_groups
 from opd.types import Sample, SampleGroup, Status
 
 pytest.importorskip("aiohttp")

@@ -21,8 +21,8 @@ from opd.pipelines.check.tokenizers import check_prompts
 from opd.pipelines.evaluation.evaluate import evaluation_prompts
 from opd.pipelines.evaluation.measure import measure_model
 from opd.pipelines.stages.domains import DomainSet, load_domains
-from opd.rollout.collect import decode_groups, encode_groups
 from opd.rollout.prompts import Domain, Prompt, TokenBudget, fit_teacher_prompts, teacher_prompt
+from opd.rollout.shared_groups import decode_groups, encode_groups
 from opd.storage.node_cache import NodeCache
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs

@@ -20,9 +20,10 @@ from opd.errors import OpdError, RolloutError
 from opd.models.causal_lm import CausalLM
 from opd.models.sharded import open_empty, shard_model
 from opd.ranks import Ranks
-from opd.rollout.collect import EncodedPrompt, collect, write_shared
+from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.sharded import ModelSharing
+from opd.rollout.shared_groups import write_shared
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import SampleGroup, SamplingParams
 

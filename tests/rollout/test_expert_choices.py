@@ -16,8 +16,9 @@ from test_kept_turns import Talk, first_turns
 from opd.errors import RolloutError
 from opd.models.attention import ATTENTION_NAME
 from opd.models.causal_lm import CausalLM
-from opd.rollout.collect import EncodedPrompt, collect, decode_groups, encode_groups
+from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.shared_groups import decode_groups, encode_groups
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.transcript import Tokens, Transcript, choices_of
 from opd.storage.wal import TokenWAL

@@ -16,10 +16,11 @@ from test_expert_choices import prompts as larger_prompts
 
 from opd.environments.episodes import assemble_sample
 from opd.models.causal_lm import CausalLM
-from opd.rollout.collect import EncodedPrompt, collect, decode_groups, encode_groups
+from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.graphs import _draw_tokens
 from opd.rollout.sampling import SamplingPlan, mask_rows, sample_tokens
+from opd.rollout.shared_groups import decode_groups, encode_groups
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.transcript import Tokens, masks_of
 from opd.storage.wal import TokenWAL

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from opd.errors import RanksError
 from opd.ranks import Ranks
-from opd.rollout.collect import WriterBarrier
+from opd.rollout.shared_groups import WriterBarrier
 
 SECONDS = 240
 RANK = """
@@ -22,7 +22,7 @@ import sys
 from datetime import timedelta
 from opd.errors import RanksError
 from opd.ranks import join_ranks
-from opd.rollout.collect import WriterBarrier
+from opd.rollout.shared_groups import WriterBarrier
 
 with join_ranks("cpu", 120.0) as ranks:
     barrier = WriterBarrier(ranks)

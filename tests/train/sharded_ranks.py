@@ -34,8 +34,9 @@ from opd.pipelines.stages import student as student_module
 from opd.pipelines.stages.checkpoint_saver import save_collectively
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks
-from opd.rollout.collect import EncodedPrompt, collect, write_shared
+from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.sharded import ModelSharing
+from opd.rollout.shared_groups import write_shared
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.checkpoints import CheckpointStore
 from opd.train.backend import Backend, TrainingSettings

@@ -395,9 +395,7 @@ def resolve_address(launch: RayLaunch) -> str:
 
 
 def check_head(address: str, seconds: float = PROBE_SECONDS) -> None:
-    """Raise `LaunchError` unless a Ray head answers at `address` (HOST:PORT). Ray itself would try for
-    minutes.
-    """
+    """Raise `LaunchError` unless a Ray head answers at `address` (HOST:PORT). Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise LaunchError(f"launch.address is {address!r}, but must be HOST:PORT, or auto.")
@@ -444,7 +442,6 @@ class BundleLayout:
     places: dict[str, int]
     """Actor name -> index of its bundle."""
     needs: dict[str, ActorResources]
-    """Actor name -> its resources."""
 
     @classmethod
     def from_launch(
@@ -476,7 +473,6 @@ class BundleLayout:
 
     @property
     def total_resources(self) -> dict[str, float]:
-        """Resources of all bundles."""
         return _sum_resources(self.bundles)
 
 

@@ -12,7 +12,9 @@ import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from opd.errors import RolloutError
 from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, PackedTensor, RemoteActor
@@ -21,9 +23,6 @@ from opd.rollout.engine_pool import EnginePool, RetryPolicy
 from opd.rollout.weight_sync import bucket_tensors
 from opd.storage.transcript import check_masks
 from opd.types import Chunk, RolloutRequest
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -154,8 +153,6 @@ class EngineFleet:
             raise RolloutError(f"no rollout engine could be started: {self.engines[0].lost}.")
 
     def engine_pool(self) -> EnginePool:
-        """Return the engines as a pool for a rollout."""
-
         def revive_engine(index: int) -> RayEngine:
             """Return engine `index` after it came back. Raises `ActorLostError` if it did not."""
             engine = self.engines[index]
@@ -285,7 +282,6 @@ class RayEngine:
         return chunk
 
     def abort(self, uids: Collection[str]) -> None:
-        """Abort as in the protocol."""
         work = self._work
         if gone := work.open.intersection(uids):
             work.open -= gone

@@ -45,8 +45,6 @@ LOOK = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """The specification of an actor's server."""
-
     group: str
     number: int
     config: ServerGroupConfig
@@ -258,19 +256,15 @@ class RemoteMirror:
     remote: RemoteActor
 
     def held(self) -> str | None:
-        """Call it as in `WeightMirror`."""
         return self._call_mirror("held")
 
     def folder(self) -> str | None:
-        """Call it as in `WeightMirror`."""
         return self._call_mirror("folder")
 
     def begin(self, form: Any, files: Mapping[str, bytes]) -> bool:
-        """Call it as in `WeightMirror`."""
         return bool(self._call_mirror("begin", form, files))
 
     def change(self, base: str) -> bool:
-        """Call it as in `WeightMirror`."""
         return bool(self._call_mirror("change", base))
 
     def take(self, part: Any) -> None:
@@ -278,7 +272,6 @@ class RemoteMirror:
         self._call_mirror("take", part)
 
     def settle(self, digest: str) -> str | None:
-        """Call it as in `WeightMirror`."""
         return self._call_mirror("settle", digest)
 
     def _call_mirror(self, verb: str, *arguments: Any) -> Any:

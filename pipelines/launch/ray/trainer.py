@@ -55,8 +55,6 @@ PATIENCE = 60.0
 
 @dataclass(frozen=True, slots=True)
 class HelperActors:
-    """The actors that compute for a trainer."""
-
     engines: Sequence[RemoteActor]
     teachers: Sequence[RemoteActor]
     servers: Sequence[RemoteActor]
@@ -72,13 +70,11 @@ class RayHelpers:
     teachers_: Sequence[RemoteActor]
 
     def open_engines(self, model: Path, adapters: bool = False) -> EnginePool:
-        """Open engines as in the protocol."""
         from opd.pipelines.launch.ray.engine import EngineFleet
 
         return EngineFleet(self.engines, model, adapters).engine_pool()
 
     def open_teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
-        """Open teachers as in the protocol."""
         from opd.models.causal_lm import torch_device
         from opd.pipelines.launch.ray.teacher import ray_teachers
 
@@ -167,9 +163,7 @@ class TrainerActor:
 
     @contextmanager
     def _trainer_lock(self) -> Iterator[None]:
-        """Hold the run's trainer lock. An earlier trainer may live on unreachable, and must not write into
-        the folder too.
-        """
+        """Hold the run's trainer lock. An earlier trainer may live on unreachable, and must not write too."""
         from opd.storage.files import FileLock
 
         lock, until = FileLock(Path(self._spec.folder) / ".trainer.lock"), time.monotonic() + PATIENCE
@@ -305,7 +299,6 @@ class WorkerGroup:
         raise _lost_trainer(stage.name, lost)
 
     def role_actors(self, role: str) -> list[RemoteActor]:
-        """Return the actors of a role, by number."""
         return [actor for name, actor in self.actors.items() if role_of(name) == role]
 
     def _run_attempt(
