@@ -39,10 +39,10 @@ from opd.models.attention import (
 )
 from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import meta_parameters, quiet_loading
-from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers, decoder_of
+from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers, decoder_of, replace_forward
 from opd.models.quantisation import KEYS, quantisation_of
 from opd.models.quantised_weights import plain_tensors
-from opd.models.recurrence import MixerCall, mix_by, replace_forward
+from opd.models.recurrence import MixerCall, mix_by
 from opd.models.stored_form import MISSING, UNKNOWN, StoredForm
 from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import EMBEDDING_WEIGHT, HEAD_WEIGHT, LATEST, MANIFEST, TensorEntry, Unit, unit_of

@@ -34,8 +34,8 @@ from opd.models.attention import (
 )
 from opd.models.hf_folder import positions_of
 from opd.models.hf_weights import disable_padding, quiet_loading
-from opd.models.long_sequence import ChunkedLayers, decoder_of, layers_of
-from opd.models.recurrence import UNMIXED, MixerCall, measured_states, replace_forward, step_fault
+from opd.models.long_sequence import ChunkedLayers, decoder_of, layers_of, replace_forward
+from opd.models.recurrence import UNMIXED, MixerCall, measured_states, step_fault
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM

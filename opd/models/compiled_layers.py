@@ -30,7 +30,7 @@ from opd.kernels import triton_rows
 from opd.models.attention import Attend, AttentionCall, PackedAttention, drops_options
 from opd.models.causal_lm import CausalLM
 from opd.models.fused_attention import set_compiler_folder
-from opd.models.recurrence import replace_forward
+from opd.models.long_sequence import replace_forward
 
 LENGTHS = ((1, 40, 5, 130, 7), (20, 3, 50))
 """Lengths of the sequences of a model's check: those that its graphs are made on, and others."""

@@ -40,7 +40,6 @@ from opd.models.attention import (
     ScoreForm,
     sinks_gradient,
 )
-from opd.models.recurrence import replace_forward
 from opd.models.tiled_attention import see_keys, seen_backward
 from opd.ranks import requested_ranks
 from opd.untrusted import free_memory, ranks_here
@@ -464,3 +463,16 @@ def recompute_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
             recompute = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
             undo.enter_context(replace_forward(layer, recompute))
         yield
+
+
+@contextmanager
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While the block runs, calls of `module` go to `forward`, and then where they went before."""
+    original = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if original is not None:
+            module.forward = original

@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MethodType
@@ -94,6 +93,8 @@ def _has_limit(mixer: Any) -> bool:
 
 def _run_limited(mixer: Any, hidden: Tensor, **options: Any) -> Tensor:
     """Run `mixer` within its limits of time steps, which transformers' code for one token leaves out."""
+    from opd.models.long_sequence import replace_forward  # which needs attention, which needs this module
+
     if hidden.shape[1] > 1:
         return type(mixer).forward(mixer, hidden, **options)
     project, bias = mixer.in_proj.forward, mixer.dt_bias
@@ -106,19 +107,6 @@ def _run_limited(mixer: Any, hidden: Tensor, **options: Any) -> Tensor:
 
     with replace_forward(mixer.in_proj, project_limited):
         return type(mixer).forward(mixer, hidden, **options)
-
-
-@contextmanager
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """While the block runs, calls of `module` go to `forward`, and then where they went before."""
-    original = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if original is not None:
-            module.forward = original
 
 
 def install_mixers(module: nn.Module) -> bool:

@@ -30,8 +30,7 @@ from torch.overrides import TorchFunctionMode
 from opd.errors import ModelError, reason_of
 from opd.models.architecture import chosen_experts, expert_parts
 from opd.models.attention import PackedAttention
-from opd.models.long_sequence import decoder_of, layers_of
-from opd.models.recurrence import replace_forward
+from opd.models.long_sequence import decoder_of, layers_of, replace_forward
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
