@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 _SCORES = 1 << 24
 """Most scores of an indexer, over its heads, that are computed at once."""
@@ -50,6 +51,19 @@ class _IndexCache:
             self.made = made
             raise _KeysError
         return self.keys
+
+
+class _EarliestFirst(TorchFunctionMode):
+    """Lets `topk` take the earliest of equal scores. Many are 0, and which of these it takes otherwise
+    depends on the length of the row, so that the trainer and the engine would see other keys.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.topk:
+            return func(*args, **(kwargs or {}))
+        scores, count = args
+        order = scores.sort(dim=-1, descending=True, stable=True)
+        return torch.return_types.topk((order.values[..., :count], order.indices[..., :count]))
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +113,8 @@ class KeyChoice:
 
     def _run(self, inputs: list[Tensor], mask: Tensor | None, cache: _IndexCache) -> Tensor:
         hidden, latents, cosines, sines = inputs
-        return self.forward(hidden, latents, (cosines, sines), mask, None, cache=cache)
+        with _EarliestFirst():
+            return self.forward(hidden, latents, (cosines, sines), mask, None, cache=cache)
 
 
 def install_indexers(module: nn.Module) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from opd.errors import ModelError
 from opd.models.architecture import check_architecture, empty_model, head_form
+from opd.models.causal_lm import CausalLM
 
 PAIRS = [(model_type, what) for model_type, flips in SETTINGS.items() for what in flips]
 SOME = (
@@ -47,6 +48,21 @@ def check_uses(model_type: str, what: str, room: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_settings_give_what_transformers_gives_or_are_refused(model_type: str, what: str, tmp_path: Path):
     check_uses(model_type, what, tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "hy_v4"])
+@pytest.mark.filterwarnings("ignore")
+def test_of_equal_scores_the_earliest_keys_are_seen(model_type: str, tmp_path: Path):
+    folder = tiny_types.write_folder(model_type, tmp_path / "model", index_topk=6, index_n_heads=8)
+    model = CausalLM.from_pretrained(folder)
+    for part in model.module.modules():
+        if hasattr(part, "index_topk") and hasattr(part, "n_heads"):
+            for weight in part.parameters():
+                weight.zero_()
+    texts = [torch.randint(2, 14, (length,), generator=torch.manual_seed(length)) for length in (9, 40, 23)]
+    alone = torch.cat([sweep.packed_logits(model, [text]) for text in texts])
+    assert float((sweep.packed_logits(model, texts) - alone).abs().max()) < sweep.EXACT
 
 
 @pytest.mark.long

@@ -218,9 +218,6 @@ def test_the_example_is_answered(ends):
         ({"seed": -1}, "seed"),
         ({"jitter": 1000.0}, "jitter"),
         ({"work": {"prompts": 1_000_000, "steps": 100_000}}, "100,000,000,000 requests in all steps"),
-        ({"seed": -1}, "seed"),
-        ({"jitter": 1000.0}, "jitter"),
-        ({"work": {"prompts": 1_000_000, "steps": 100_000}}, "100,000,000,000 requests in all steps"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, change, sentence):

@@ -384,30 +384,3 @@ async def test_looks_at_a_server_use_up_no_patience(kind):
     server.resting_until = float("inf")
     await pool.keep_server(server, is_right)
     assert server.resting_until == float("inf")  # a look does not put the next one off
-
-
-@pytest.mark.parametrize("kind", ["away", "refused", "wrong"])
-def test_looks_at_a_server_use_up_no_patience(loop, kind):
-    """Nobody waits for a look: a request after many has all of its attempts."""
-    errors = {
-        "away": UnavailableError("answered 503", answered=True),
-        "refused": RefusedError("answered 404"),
-        "wrong": RolloutError("holds other weights"),
-    }
-
-    async def looked() -> tuple[int, bool, str]:
-        async def admit(server: Server) -> None:
-            raise errors[kind]
-
-        async def is_right(server: Server) -> bool:
-            return True
-
-        pool = HTTPPool("pool", PoolOptions(URLS[:1]), RolloutError, admit)
-        server = pool.servers[0]
-        for _ in range(40):
-            server.resting_until = 0.0
-            await pool.keep_server(server, is_right)
-        assert str(errors[kind]) in server.last_error
-        return server.failures + server.bad_answers, server.admitted, server.last_error
-
-    assert loop.run(looked())[:2] == (0, False)
