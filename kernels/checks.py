@@ -12,6 +12,7 @@ from torch import Tensor
 
 from opd.kernels.divergences import DIVERGENCES
 from opd.kernels.head import FLOATS
+from opd.kernels.token_classes import TokenClasses
 from opd.kernels.vocab_parallel import AnyHead
 
 _unread: ContextVar[list[tuple[Tensor, Callable[[], None]]] | None] = ContextVar("unread", default=None)
@@ -79,7 +80,7 @@ def check_pair(student_hidden: Tensor, student: AnyHead, teacher_hidden: Tensor,
 
 
 def check_sizes(student: Tensor, student_vocabulary: int, teacher: Tensor, teacher_vocabulary: int) -> None:
-    """Require that row `i` of both can be the same token, and the same number of logits."""
+    """Require that row `i` of both can be the same token, and the same number of logits or classes."""
     if student.shape[0] != teacher.shape[0]:
         raise ValueError(
             f"the student has {student.shape[0]} tokens and the teacher {teacher.shape[0]}; row i of both "
@@ -90,6 +91,18 @@ def check_sizes(student: Tensor, student_vocabulary: int, teacher: Tensor, teach
             f"the student's vocabulary has {student_vocabulary} tokens and the teacher's"
             f" {teacher_vocabulary}; set vocab_size of both heads to the size of the tokenizer they share"
         )
+
+
+def check_classes(classes: tuple[TokenClasses, TokenClasses], vocabularies: tuple[int, int]) -> None:
+    """Require as many classes of the student's tokens as of the teacher's, and ids in the vocabularies."""
+    ours, theirs = classes
+    if ours.count != theirs.count or not ours.count:
+        raise ValueError(
+            f"the student's tokens have {ours.count} classes and the teacher's {theirs.count}; each class of"
+            " one needs its class of the other"
+        )
+    for one, vocabulary in zip(classes, vocabularies, strict=True):
+        checked_ids(one.ids, len(one.ids), vocabulary)
 
 
 def check_divergence(kind: str, beta: float) -> None:

@@ -23,6 +23,7 @@ from opd.kernels.divergences import (
     divergence_,
     first_halves,
     log_softmax_,
+    row_blocks,
     subtract_max_,
     token_gradient_,
     token_statistics_,
@@ -38,9 +39,11 @@ from opd.kernels.projection import (
     token_chunks,
     write_logits,
 )
+from opd.kernels.token_classes import TokenClasses
 
 __all__ = [
     "geometric_floor",
+    "linear_class_kl",
     "linear_kl",
     "linear_logprobs",
     "linear_logprobs_entropy",
@@ -324,6 +327,47 @@ def linear_kl(
     how = (temperature, chunk, dtype, row_kernel, columns, rounds, notes, token_rows)
     spec = _Divergence(write_teacher, kind, beta, *how)
     return _apply_divergence(student_hidden, student_head, weight, spec, counted)
+
+
+def linear_class_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    classes: tuple[TokenClasses, TokenClasses],
+    *,
+    kind: str,
+    beta: float,
+    temperature: float,
+    weight: Tensor | None,
+    chunk: int,
+    row_kernel: RowKernel = divergence_,
+) -> Tensor:
+    """See `opd.kernels.ops.linear_class_kl`. The row kernel sees a logit for each class."""
+    teacher_hidden, (ours, theirs) = teacher_hidden.detach(), classes
+    dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
+    buffer = _chunk_buffer(len(teacher_hidden), chunk, teacher_head, teacher_hidden, dtype)
+
+    def write_teacher(rows: Rows, out: Tensor) -> None:
+        part = padded_rows(teacher_hidden, rows, chunk)
+        logits = write_logits(part, teacher_head, temperature, buffer[: len(part)])
+        for block in row_blocks(logits):
+            out[block, : theirs.count] = theirs.group_logits(logits[block])
+
+    def class_rows(
+        student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /
+    ) -> Tensor:
+        values = student.new_empty(len(student))
+        for block in row_blocks(student):
+            grouped, taught = ours.group_logits(student[block]), teacher[block, : ours.count].contiguous()
+            gradient = grouped.clone()
+            values[block] = row_kernel(gradient, taught, kind, beta, None if coef is None else coef[block])
+            if coef is not None:
+                ours.spread_gradient_(student[block], grouped, gradient)
+        return values
+
+    spec = _Divergence(write_teacher, kind, beta, temperature, chunk, dtype, class_rows, ALL_COLUMNS)
+    return _apply_divergence(student_hidden, student_head, weight, spec, None)
 
 
 def linear_mixture_kl(

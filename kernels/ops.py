@@ -28,12 +28,14 @@ from torch import Tensor
 from opd.kernels import checks, chunked, reference, tilelang_target, triton_rows, vocab_parallel
 from opd.kernels.chunked import TokenNotes
 from opd.kernels.head import Head
+from opd.kernels.token_classes import TokenClasses
 from opd.kernels.vocab_parallel import AnyHead, HeadShard
 
 __all__ = [
     "Head",
     "geometric_floor",
     "implementation",
+    "linear_class_kl",
     "linear_kl",
     "linear_logprobs",
     "linear_logprobs_entropy",
@@ -97,7 +99,7 @@ def _with_large_rows() -> SimpleNamespace:
         return run
 
     both = ("row_kernel", "token_rows")
-    rows = {"linear_kl": both, "linear_mixture_kl": both}
+    rows = {"linear_kl": both, "linear_mixture_kl": both, "linear_class_kl": both[:1]}
     rows |= {"linear_logprobs": both[1:], "linear_logprobs_entropy": both[1:]}
     return _with_operations("rows", {op: with_rows(getattr(chunked, op), rows[op]) for op in rows})
 
@@ -171,6 +173,43 @@ def linear_kl(
         notes=notes,
         chunk=chunk,
     )
+    checks.check_finite_result("divergence", values.detach())
+    return values
+
+
+def linear_class_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    classes: tuple[TokenClasses, TokenClasses],
+    *,
+    kind: str = "reverse",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    weight: Tensor | None = None,
+    chunk: int = 1024,
+) -> Tensor:
+    """Return the per-token divergence `[T]` between the probabilities of classes of tokens, where student and
+    teacher have vocabularies of their own.
+
+    `classes` are the student's and the teacher's, in one order. Both distributions are given that the token
+    has a class. `kind`, `beta`, `weight` and the gradient are as in `linear_kl`. Three buffers `[chunk, V]`.
+    """
+    checks.check_hidden("student", student_hidden, student_head)
+    checks.check_hidden("teacher", teacher_hidden, teacher_head)
+    checks.check_classes(classes, (student_head.vocabulary, teacher_head.vocabulary))
+    checks.check_sizes(student_hidden, classes[0].count, teacher_hidden, classes[1].count)
+    checks.check_divergence(kind, beta)
+    checks.check_scalars(temperature, chunk)
+    checks.check_token_weight(weight, len(student_hidden))
+    weighed = None if weight is None else weight != 0
+    checks.check_finite_hidden("student", student_hidden.detach(), weighed)
+    checks.check_finite_hidden("teacher", teacher_hidden.detach(), weighed)
+    weight = None if weight is None else weight.detach()
+    options: dict[str, Any] = {"kind": kind, "beta": beta, "temperature": temperature, "chunk": chunk}
+    models = student_hidden, student_head, teacher_hidden, teacher_head
+    values = implementation().linear_class_kl(*models, classes, weight=weight, **options)
     checks.check_finite_result("divergence", values.detach())
     return values
 

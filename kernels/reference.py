@@ -15,6 +15,7 @@ from torch import Tensor
 from opd.kernels.chunked import TokenNotes
 from opd.kernels.divergences import DIVERGENCES
 from opd.kernels.head import Head, statistics_dtype
+from opd.kernels.token_classes import TokenClasses
 
 
 def linear_kl(
@@ -39,6 +40,34 @@ def linear_kl(
         _fill_notes(notes, rows, student.detach())
     with torch.no_grad():
         teacher = _head_logprobs(teacher_hidden[rows], teacher_head, temperature, dtype)
+    return _scatter_rows(DIVERGENCES[kind].formula(student, teacher, beta), rows, len(student_hidden))
+
+
+def linear_class_kl(
+    student_hidden: Tensor,
+    student_head: Head,
+    teacher_hidden: Tensor,
+    teacher_head: Head,
+    classes: tuple[TokenClasses, TokenClasses],
+    *,
+    kind: str,
+    beta: float,
+    temperature: float,
+    weight: Tensor | None,
+    chunk: int,
+) -> Tensor:
+    """See `opd.kernels.ops.linear_class_kl`."""
+    dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
+    rows = _counted_rows(student_hidden, weight)
+
+    def class_logprobs(hidden: Tensor, head: Head, vocabulary: TokenClasses) -> Tensor:
+        logprobs = _head_logprobs(hidden[rows], head, temperature, dtype)[:, vocabulary.ids].log_softmax(1)
+        summed = logprobs.new_zeros(len(logprobs), vocabulary.count)
+        return summed.index_add(1, vocabulary.classes, logprobs.exp()).log()
+
+    student = class_logprobs(student_hidden, student_head, classes[0])
+    with torch.no_grad():
+        teacher = class_logprobs(teacher_hidden, teacher_head, classes[1])
     return _scatter_rows(DIVERGENCES[kind].formula(student, teacher, beta), rows, len(student_hidden))
 
 

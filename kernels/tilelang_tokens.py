@@ -255,6 +255,7 @@ ROWS = compiled_token_rows(_fits_kernel, launch_statistics, launch_gradient)
 
 _BOTH: dict[str, Any] = {"row_kernel": tilelang_rows.divergence_, "token_rows": ROWS}
 OPERATIONS = {
+    "linear_class_kl": partial(chunked.linear_class_kl, row_kernel=tilelang_rows.divergence_),
     "linear_kl": partial(chunked.linear_kl, **_BOTH),
     "linear_logprobs": partial(chunked.linear_logprobs, token_rows=ROWS),
     "linear_logprobs_entropy": partial(chunked.linear_logprobs_entropy, token_rows=ROWS),

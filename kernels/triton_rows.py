@@ -214,6 +214,7 @@ def _kernel() -> Any:
 
 
 OPERATIONS = {
+    "linear_class_kl": partial(chunked.linear_class_kl, row_kernel=divergence_),
     "linear_kl": partial(chunked.linear_kl, row_kernel=divergence_, rounds=True, token_rows=ROWS),
     "linear_logprobs": partial(chunked.linear_logprobs, token_rows=ROWS),
     "linear_logprobs_entropy": partial(chunked.linear_logprobs_entropy, token_rows=ROWS),

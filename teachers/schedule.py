@@ -507,7 +507,7 @@ class TeacherSchedule:
         from opd.train.aligned_kl import AlignedRows
 
         alignments = [self._alignment(name, sample) for sample in samples]
-        return AlignedRows.from_alignments(alignments, self._translators[name].shared, self._device)
+        return AlignedRows.from_alignments(alignments, self._translators[name].classes, self._device)
 
     def _running_teachers(self, waiting: Mapping[str, list[Sample]]) -> list[str]:
         """Return the teachers that run: with samples here, or collective with samples on any rank."""

@@ -1,9 +1,12 @@
 """Tokens of two tokenizers for one text, aligned by their bytes.
 
 A student's response is written again with a teacher's tokenizer. Where both have a boundary after the same
-bytes, the tokens between two such boundaries are a chunk: the same bytes for both. A chunk of one token on
-each side, which stand for the same bytes, is exact: both models predict it from the same text, and their
-distributions can be compared over all tokens that the vocabularies share.
+bytes, the tokens between two such boundaries are a chunk: the same bytes for both. Both models predict the
+beginning of a chunk from the same text.
+
+Their next tokens are compared by class. A class is a token that both vocabularies have, with the other tokens
+of either whose text begins with it in the other's tokens: a student's ` Carlos`, which the teacher writes as
+` Carl` and `os`, is in the class of ` Carl`.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from opd.errors import ModelError, is_of_library
+from opd.kernels.token_classes import TokenClasses
 from opd.models.token_ids import id_count
 from opd.models.tokenizers import end_of_turn
 
@@ -41,7 +46,7 @@ class TokenAlignment:
     teacher_chunks: np.ndarray
     """[R'] int64: the chunk of each of the teacher's tokens."""
     exact: np.ndarray
-    """[R] int64: the teacher's position of the same token after the same bytes, else -1."""
+    """[R] int64: the teacher's position of a token of the same class after the same bytes, else -1."""
 
 
 class TokenTranslator:
@@ -87,8 +92,11 @@ class TokenTranslator:
             raise ModelError("its tokenizer has no token that ends an answer; set its eos_token.")
         self._partners |= {} if end is None else dict.fromkeys(stops, int(end))
         self.shared = _one_to_one(self._partners, [*stops])
-        """[2, S] int64: ids of the student and of the teacher, one to one."""
-        self._shared_ids = set(self.shared[0].tolist())
+        """[2, S] int64: ids of the student and of the teacher, one to one, each pair the first of a class."""
+        self._classes = _token_classes(student, teacher, self.shared)
+        ours, theirs = map(_build_classes, self._classes, self.shared)
+        self.classes = ours, theirs
+        """Of the student's tokens and of the teacher's."""
         self.teacher_count = id_count(teacher)
         """Number of the teacher's ids."""
         self._adds_blank = [any(self._spells_blank(start + sign) for sign in "a0=") for start in ("", " ")]
@@ -103,14 +111,29 @@ class TokenTranslator:
                 run.append(token)
                 continue
             if not self._add_text(alignment, run):
-                return alignment.build()
+                return self._build(alignment, response)
             run = []
             if token in self._partners:
-                alignment.add_pair(self._partners[token], is_exact=token in self._shared_ids)
+                alignment.add_pair(self._partners[token])
             elif not self._add_text(alignment, [token]):  # the teacher reads it as text
-                return alignment.build()
+                return self._build(alignment, response)
         self._add_text(alignment, run)
-        return alignment.build()
+        return self._build(alignment, response)
+
+    def _build(self, alignment: _Alignment, response: np.ndarray) -> TokenAlignment:
+        """Return what was added; the rest of `response` has no chunk."""
+        student, teacher = alignment.student, np.array(alignment.teacher, np.int64)
+        ids, exact = np.array(alignment.ids, np.int32), np.full(len(student), -1, np.int64)
+        starts = [
+            np.flatnonzero((side >= 0) & (np.diff(side, prepend=-1) != 0)) for side in (student, teacher)
+        ]
+        ours, theirs = (
+            classes[np.minimum(tokens[at], len(classes) - 1)]
+            for classes, tokens, at in zip(self._classes, (response, ids), starts, strict=True)
+        )
+        agree = (ours == theirs) & (ours >= 0)
+        exact[starts[0][agree]] = starts[1][agree]
+        return TokenAlignment(ids, student, teacher, exact)
 
     def _add_text(self, alignment: _Alignment, run: Sequence[int]) -> bool:
         """Add a run of ordinary tokens. Return whether text may follow."""
@@ -136,7 +159,6 @@ class TokenTranslator:
             [len(part) for part in spelled],
             [int(token) for token in ids[:kept]],
             [len(part) for part in theirs[:kept]],
-            [self._partners.get(token) if token in self._shared_ids else None for token in run],
         )
         return is_whole and agree == len(written)
 
@@ -146,53 +168,33 @@ class TokenTranslator:
 
 
 class _Alignment:
-    """A `TokenAlignment` while it is made."""
+    """The chunks of a response while they are found."""
 
     def __init__(self, count: int) -> None:
-        self._student, self._exact = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
-        self._teacher: list[int] = []
-        self._ids: list[int] = []
+        self.student = np.full(count, -1, np.int64)
+        self.teacher: list[int] = []
+        self.ids: list[int] = []
         self._chunks = self._done = 0
 
-    def add_pair(self, teacher_id: int, *, is_exact: bool) -> None:
+    def add_pair(self, teacher_id: int) -> None:
         """Add one token of each."""
-        self._student[self._done] = self._chunks
-        if is_exact:
-            self._exact[self._done] = len(self._ids)
-        self._ids.append(teacher_id)
-        self._teacher.append(self._chunks)
+        self.student[self._done] = self._chunks
+        self.ids.append(teacher_id)
+        self.teacher.append(self._chunks)
         self._done, self._chunks = self._done + 1, self._chunks + 1
 
-    def add_run(
-        self,
-        student: Sequence[int],
-        ids: Sequence[int],
-        teacher: Sequence[int],
-        partners: Sequence[int | None],
-    ) -> None:
-        """Add tokens of `student` and `teacher` bytes each. `partners`: the teacher's shared id of each of
-        the student's.
-        """
+    def add_run(self, student: Sequence[int], ids: Sequence[int], teacher: Sequence[int]) -> None:
+        """Add tokens of `student` and `teacher` bytes each, the latter with `ids`."""
         ours, theirs = np.cumsum(student), np.cumsum(teacher)
         common = np.intersect1d(ours, theirs)
         # A token is in the chunk that ends at the first common boundary at or behind its own end.
         mine, other = (np.searchsorted(common, side) for side in (ours, theirs))
         mine, other = (np.where(at < len(common), at + self._chunks, -1) for at in (mine, other))
-        self._student[self._done : self._done + len(ours)] = mine
-        self._teacher += other.tolist()
-        ends = {int(end): place for place, end in enumerate(theirs)}
-        for place, (end, size, partner) in enumerate(zip(ours.tolist(), student, partners, strict=True)):
-            at = ends.get(end)
-            if partner is not None and at is not None and teacher[at] == size and ids[at] == partner:
-                self._exact[self._done + place] = len(self._ids) + at
-        self._ids += ids
+        self.student[self._done : self._done + len(ours)] = mine
+        self.teacher += other.tolist()
+        self.ids += ids
         self._done += len(student)
         self._chunks += len(common)
-
-    def build(self) -> TokenAlignment:
-        """Return what was added; the rest of the response has no chunk."""
-        teacher = np.array(self._teacher, np.int64)
-        return TokenAlignment(np.array(self._ids, np.int32), self._student, teacher, self._exact)
 
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -300,6 +302,63 @@ def _one_to_one(partners: Mapping[int, int], first: Sequence[int]) -> np.ndarray
         taken.setdefault(partners[student], student)
     pairs = sorted((student, teacher) for teacher, student in taken.items())
     return np.array(pairs, np.int64).reshape(-1, 2).T.copy()
+
+
+def _first_tokens(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> dict[int, int]:
+    """Return the first token of `other` for the text of each token of `tokenizer` whose bytes it writes."""
+    spelled, written = token_bytes(tokenizer), token_bytes(other)
+    special = _special_tokens(tokenizer)
+    texts: dict[int, str] = {}
+    for index, data in spelled.items():
+        try:
+            texts[index] = data.decode()
+        except UnicodeDecodeError:
+            continue
+    firsts: dict[int, int] = {}
+    for cut in (
+        0,
+        1,
+    ):  # a tokenizer that puts a blank before a text is given one that begins with one without it
+        left = {i: text[cut:] for i, text in texts.items() if i not in firsts | special and text[cut:]}
+        if cut:
+            left = {index: text for index, text in left.items() if texts[index].startswith(" ")}
+        for index, ids in zip(left, _many_ids(other, list(left.values())), strict=True):
+            if ids and b"".join(written.get(token, b"") for token in ids) == spelled[index]:
+                firsts[index] = ids[0]
+    return firsts
+
+
+def _many_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Return `_known_ids` of all `texts`."""
+    if not texts:
+        return []
+    try:
+        return tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    except BaseException as error:
+        if not is_of_library(error):
+            raise
+        return [_known_ids(tokenizer, text) for text in texts]
+
+
+def _token_classes(
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, shared: np.ndarray
+) -> list[np.ndarray]:
+    """Return the class of each id of the student and of the teacher, -1 for none. The last is of no token."""
+    begins = [_first_tokens(*side) for side in ((student, teacher), (teacher, student))]
+    classes = [np.full(id_count(side) + 1, -1, np.int64) for side in (student, teacher)]
+    for mine, first in zip(classes, shared, strict=True):
+        mine[first] = np.arange(len(first))
+    for _ in range(8):  # a token's first token may itself be one that is not shared
+        for mine, other, firsts in zip(classes, classes[::-1], begins, strict=True):
+            left = np.array([index for index in firsts if mine[index] < 0], np.int64)
+            mine[left] = other[np.array([firsts[index] for index in left.tolist()], np.int64)]
+    return classes
+
+
+def _build_classes(classes: np.ndarray, first: np.ndarray) -> TokenClasses:
+    """Build the `classes` of all ids, of which each begins with one of `first`."""
+    ids = np.concatenate([first, np.setdiff1d(np.flatnonzero(classes >= 0), first)])
+    return TokenClasses(torch.from_numpy(ids), torch.from_numpy(classes[ids]), len(first))
 
 
 def _common_length(left: bytes, right: bytes) -> int:

@@ -267,8 +267,8 @@ def alignment_findings(
     exact = np.concatenate([one.exact for one in aligned]) >= 0
     shares = [float(rows.mean()) for rows in (exact, (chunks >= 0) & ~exact, chunks < 0)]
     detail = (
-        f"of the student's {len(exact)} tokens of {what}, {shares[0]:.1%} are the teacher's, too,"
-        f" {shares[1]:.1%} are in chunks of several, and {shares[2]:.1%} have no counterpart"
+        f"of the student's {len(exact)} tokens of {what}, {shares[0]:.1%} are compared by class,"
+        f" {shares[1]:.1%} in chunks of several alone, and {shares[2]:.1%} have no counterpart"
     )
     numbers: dict[str, float] = dict(zip(("exact", "chunk", "none"), shares, strict=True))
     return [Finding("warning" if shares[2] > _LOST else "ok", f"tokens {domain}", detail, numbers)]

@@ -89,7 +89,7 @@ HEALTH = {
     "routing/load_max": ("Most loaded expert", "its load over the mean of its layer", ABOVE,
         "Near 1 if experts are used alike; the number of experts over those of a token if some get all."),
     "routing/dead": ("Experts without a token", "share of experts", SHARE, "Few, and not growing."),
-    "align/exact": ("Tokens that a teacher of another tokenizer has, too", "share of tokens", SHARE,
+    "align/exact": ("Tokens compared by class with another tokenizer\u2019s", "share of tokens", SHARE,
         "The rest is compared in chunks of equal bytes, or not at all."),
 }  # fmt: skip
 """Metric -> (title, unit, axis, expected shape), of every specialist and the merge, against steps."""

@@ -307,7 +307,7 @@ class Side:
 
 
 def check(
-    student: Side, teacher: Side, shared: set[tuple[int, int]], ids: np.ndarray, found: TokenAlignment
+    student: Side, teacher: Side, classes: list[dict[int, int]], ids: np.ndarray, found: TokenAlignment
 ) -> None:
     """Raise `AssertionError` if an alignment breaks what it promises."""
     ours = [student.spelled[int(token)] for token in ids]
@@ -335,9 +335,12 @@ def check(
     assert inner == set(ends[0].tolist()) - {0}, "and nowhere else"
     for place in np.flatnonzero(found.exact >= 0).tolist():
         at = int(found.exact[place])
-        assert (int(ids[place]), int(found.teacher_ids[at])) in shared, "shared"
-        assert ours[place] == theirs[at][blank * (at == 0) :], "of the same bytes"
-        assert our_ends[place] == their_ends[at], "after the same bytes"
+        assert classes[0][int(ids[place])] == classes[1][int(found.teacher_ids[at])], "of one class"
+        begins = [
+            int(ends[where - 1]) if where else 0 for ends, where in ((our_ends, place), (their_ends, at))
+        ]
+        assert begins[0] == begins[1], "after the same bytes"
+        assert found.student_chunks[place] == found.teacher_chunks[at], "of one chunk"
 
 
 def open_sides(folder: Path) -> list[Side]:
@@ -378,7 +381,10 @@ def main() -> None:
     translators = {
         (a.name, b.name): TokenTranslator(a.tokenizer, b.tokenizer, []) for a, b in permutations(sides, 2)
     }
-    shared = {pair: set(map(tuple, one.shared.T.tolist())) for pair, one in translators.items()}
+    classes = {
+        pair: [dict(zip(side.ids.tolist(), side.classes.tolist(), strict=True)) for side in one.classes]
+        for pair, one in translators.items()
+    }
     covered = {kind: {pair: Coverage() for pair in translators} for kind in kinds}
     for kind, texts in kinds.items():
         pairs = list(permutations(sides, 2))
@@ -388,7 +394,7 @@ def main() -> None:
                 try:
                     ids = student.ids(text)
                     found = translators[pair].translate(ids)
-                    check(student, teacher, shared[pair], ids, found)
+                    check(student, teacher, classes[pair], ids, found)
                     covered[kind][pair].add(found)
                 except AssertionError as error:
                     faults[pair] += 1
@@ -396,7 +402,7 @@ def main() -> None:
                         print(f"{' -> '.join(pair)}: {error}: {text!r}", file=sys.stderr)
     names = [side.name for side in sides]
     for kind in kinds:
-        print(f"\n{len(kinds[kind])} texts, {kind}: exact / in chunks / none, %\n")
+        print(f"\n{len(kinds[kind])} texts, {kind}: by class / in chunks / none, %\n")
         print(f"| student | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}")
         for ours in names:
             cells = [cell(covered[kind].get((ours, theirs))) for theirs in names]

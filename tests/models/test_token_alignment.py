@@ -104,10 +104,13 @@ def check(pair: tuple[str, str], ids: np.ndarray, found: TokenAlignment) -> None
         inner = [set(np.cumsum([len(part) for part in each])[:-1].tolist()) for each in (parts, other)]
         if b"".join(parts) == b"".join(other):
             assert not inner[0] & inner[1] - {0}
-    pairs = set(map(tuple, TRANSLATORS[pair].shared.T.tolist()))
+    of = [dict(zip(c.ids.tolist(), c.classes.tolist(), strict=True)) for c in TRANSLATORS[pair].classes]
     for place in np.flatnonzero(found.exact >= 0):
-        assert (int(ids[place]), int(found.teacher_ids[found.exact[place]])) in pairs
-        assert found.student_chunks[place] == found.teacher_chunks[found.exact[place]]
+        at = int(found.exact[place])
+        assert of[0][int(ids[place])] == of[1][int(found.teacher_ids[at])]
+        assert found.student_chunks[place] == found.teacher_chunks[at]
+        for chunks, where in ((found.student_chunks, place), (found.teacher_chunks, at)):
+            assert where == 0 or chunks[where - 1] != chunks[where]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=":".join)
@@ -141,7 +144,31 @@ def test_a_known_case_by_hand():
     assert found.teacher_ids.tolist() == [vocab["ab"], vocab["12"], vocab["c"], 1]
     assert found.student_chunks.tolist() == [0, 0, 1, 1, 2, 3]
     assert found.teacher_chunks.tolist() == [0, 1, 2, 3]
-    assert found.exact.tolist() == [-1, -1, -1, -1, 2, 3]
+    assert found.exact.tolist() == [0, -1, 1, -1, 2, 3]
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if WHOLE.issuperset(pair)], ids=":".join)
+def test_a_class_is_a_shared_token_and_tokens_whose_text_begins_with_it(pair):
+    translator = TRANSLATORS[pair]
+    for name, shared, side in zip(pair, translator.shared, translator.classes, strict=True):
+        assert side.ids[: side.count].tolist() == shared.tolist()
+        assert len(set(side.ids.tolist())) == len(side.ids)
+        for token, one in zip(side.ids.tolist(), side.classes.tolist(), strict=True):
+            assert SPELLED[name][token].startswith(SPELLED[name][int(shared[one])])
+        written = [token for token, data in SPELLED[name].items() if data.isascii() and data]
+        special = set(TOKENIZERS[name].added_tokens_decoder)
+        assert set(written) - special <= set(side.ids.tolist())
+
+
+def test_a_long_token_is_in_the_class_of_what_the_other_writes_first():
+    ours = character_tokenizer("abc", ["<end>", "abc", "bc"])
+    theirs = character_tokenizer("cba", ["<end>", "ab", "cab"])
+    translator, vocab, other = TokenTranslator(ours, theirs, [1]), ours.get_vocab(), theirs.get_vocab()
+    of = [dict(zip(side.ids.tolist(), side.classes.tolist(), strict=True)) for side in translator.classes]
+    assert of[0][vocab["abc"]] == of[1][other["ab"]] == of[0][vocab["a"]] == of[1][other["a"]]
+    assert of[0][vocab["bc"]] == of[0][vocab["b"]]
+    assert of[1][other["cab"]] == of[0][vocab["c"]]
+    assert len(set(of[0].values())) == translator.shared.shape[1]
 
 
 def test_equal_tokenizers_are_exact_everywhere():

@@ -11,6 +11,7 @@ import torch
 from opd.config.rl import FullVocabularyKL
 from opd.errors import TeacherError
 from opd.kernels.head import Head
+from opd.kernels.token_classes import TokenClasses
 from opd.models.token_alignment import TokenAlignment
 from opd.train.aligned_kl import AlignedRows
 from opd.train.distill_terms import FullVocabularyTerm, K2Term
@@ -23,12 +24,15 @@ FIRST = TokenAlignment(
     np.array([4, 2, 6, 1], np.int32),
     np.array([0, 1, 1, 2]),
     np.array([0, 1, 2, 2]),
-    np.array([0, -1, -1, -1]),
+    np.array([0, 1, -1, -1]),
 )
-"""An exact token, two of the student's for one of the teacher's, one for two."""
+"""An exact token, two of the student's for one of the teacher's and in one class with it, one for two."""
 SECOND = TokenAlignment(np.array([0], np.int32), np.array([0, -1]), np.array([0]), np.array([0, -1]))
 """An exact token, and one without a chunk."""
-SHARED = np.array([[0, 2, 3, 8], [4, 0, 5, 7]])
+CLASSES = (
+    TokenClasses(torch.tensor([0, 2, 3, 8, 5, 6]), torch.tensor([0, 1, 2, 3, 1, 2]), 4),
+    TokenClasses(torch.tensor([4, 0, 5, 7, 2, 6]), torch.tensor([0, 1, 2, 3, 2, 3]), 4),
+)
 
 
 def rows(*shape: int, seed: int) -> torch.Tensor:
@@ -46,7 +50,7 @@ class Case:
         self.targets = torch.tensor([0, 3, 5, 7, 2, 1])[:count]
         self.weight = rows(count, seed=4).abs()
         states = rows(sum(len(one.teacher_ids) for one in alignments), 5, seed=5)
-        aligned = AlignedRows.from_alignments(alignments, SHARED)
+        aligned = AlignedRows.from_alignments(alignments, CLASSES)
         self.view = TeacherView("t", 1.0, states, self.theirs, aligned)
         self.logits = self.head.logits(self.hidden) / TEMPERATURE
         self.their_logits = self.theirs.logits(states) / TEMPERATURE
@@ -77,16 +81,31 @@ class Case:
             torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
 
 
-def shared_divergence(case: Case, kind: str, beta: float) -> torch.Tensor:
-    """[2]: at the student's tokens 0 and 4 and the teacher's 0 and 4."""
-    logp = case.logits[[0, 4]][:, SHARED[0]].log_softmax(-1)
-    logt = case.their_logits[[0, 4]][:, SHARED[1]].log_softmax(-1)
+def class_logprobs(logits: torch.Tensor, classes: TokenClasses) -> torch.Tensor:
+    """[R, 4]: among all tokens."""
+    logprobs = logits.log_softmax(-1)
+    parts = [logprobs[:, classes.ids[classes.classes == one]].logsumexp(1) for one in range(4)]
+    return torch.stack(parts, 1)
+
+
+def class_divergence(case: Case, kind: str, beta: float) -> torch.Tensor:
+    """[3]: at the student's tokens 0, 1 and 4 and the teacher's of the same places."""
+    rows = [0, 1, 4]
+    logp = class_logprobs(case.logits[rows], CLASSES[0]).log_softmax(-1)
+    logt = class_logprobs(case.their_logits[rows], CLASSES[1]).log_softmax(-1)
     if kind == "reverse":
         return (logp.exp() * (logp - logt)).sum(-1)
     if kind == "forward":
         return (logt.exp() * (logt - logp)).sum(-1)
     logm = torch.logsumexp(torch.stack([logt + np.log(beta), logp + np.log(1 - beta)]), 0)
     return (beta * logt.exp() * (logt - logm) + (1 - beta) * logp.exp() * (logp - logm)).sum(-1)
+
+
+def given_class(case: Case) -> torch.Tensor:
+    """[]: what is to be taken from the ratio of the first chunk, whose tokens are of class 2."""
+    sides = ((case.logits[1:2], CLASSES[0]), (case.their_logits[1:2], CLASSES[1]))
+    ours, theirs = (class_logprobs(*side)[0, 2] for side in sides)
+    return ours - theirs
 
 
 def chunk_ratios(case: Case) -> torch.Tensor:
@@ -96,23 +115,23 @@ def chunk_ratios(case: Case) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "beta"), [("reverse", 0.5), ("forward", 0.5), ("jsd", 0.3)])
-def test_exact_tokens_have_the_divergence_over_shared_tokens_and_chunks_their_ratio(kind, beta):
+def test_starts_have_the_divergence_over_classes_and_chunks_their_ratio_given_it(kind, beta):
     case = Case()
     term = FullVocabularyTerm(lambda micro: [case.view], "one_hot", FullVocabularyKL(kind=kind, beta=beta))
     found, said = case.loss_of(term)
-    exact, ratios, weight = shared_divergence(case, kind, beta), chunk_ratios(case), case.weight
-    wanted = weight[0] * exact[0] + weight[4] * exact[1] + weight[3] * ratios[1]
-    wanted = wanted + (weight[1] + weight[2]) * ratios[0] / 2
-    case.compare(found, wanted)
-    squares = ratios**2 / 2
-    surrogate = weight[0] * exact[0] + weight[4] * exact[1] + weight[3] * squares[1]
-    case.compare_gradients(found, surrogate + (weight[1] + weight[2]) * squares[0] / 2)
-    shares = [said[f"align/{name}"] for name in ("exact", "chunk", "none")]
-    assert shares == pytest.approx([2 / 6, 3 / 6, 1 / 6])
-    probabilities = case.logits[[0, 4]].softmax(-1)[:, SHARED[0]].sum(-1)
-    assert said["align/outside"] == pytest.approx(1 - probabilities.mean().item(), rel=1e-4)
-    theirs = case.their_logits[[0, 4]].softmax(-1)[:, SHARED[1]].sum(-1)
-    assert said["align/teacher_outside"] == pytest.approx(1 - theirs.mean().item(), rel=1e-4)
+    exact, ratios, weight = class_divergence(case, kind, beta), chunk_ratios(case), case.weight
+    ratios = torch.stack([ratios[0] - given_class(case), ratios[1]])
+    whole = weight[0] * exact[0] + weight[1] * exact[1] + weight[4] * exact[2]
+    shares = torch.stack([(weight[1] + weight[2]) / 2, weight[3]])
+    case.compare(found, whole + (shares * ratios).sum())
+    case.compare_gradients(found, whole + (shares * ratios**2 / 2).sum())
+    measured = [said[f"align/{name}"] for name in ("exact", "chunk", "none")]
+    assert measured == pytest.approx([3 / 6, 2 / 6, 1 / 6])
+    for name, logits, classes in zip(
+        ("outside", "teacher_outside"), (case.logits, case.their_logits), CLASSES, strict=True
+    ):
+        inside = class_logprobs(logits[[0, 1, 4]], classes).exp().sum(-1)
+        assert said[f"align/{name}"] == pytest.approx(1 - inside.mean().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("importance", [None, [1.0, 2.0, 0.5, 3.0, 0.0, 1.0]])
