@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +47,13 @@ class TokenAlignment:
     """[R'] int64: the chunk of each of the teacher's tokens."""
     exact: np.ndarray
     """[R] int64: the teacher's position of a token of the same class after the same bytes, else -1."""
+
+
+class _Side(NamedTuple):
+    """A tokenizer and the bytes of its tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    spelled: Mapping[int, bytes]
 
 
 class TokenTranslator:
@@ -93,7 +100,8 @@ class TokenTranslator:
         self._partners |= {} if end is None else dict.fromkeys(stops, int(end))
         self.shared = _one_to_one(self._partners, [*stops])
         """[2, S] int64: ids of the student and of the teacher, one to one, each pair the first of a class."""
-        self._classes = _token_classes(student, teacher, self.shared)
+        sides = _Side(student, self._bytes), _Side(teacher, self._teacher_bytes)
+        self._classes = _token_classes(sides, self.shared)
         ours, theirs = map(_build_classes, self._classes, self.shared)
         self.classes = ours, theirs
         """Of the student's tokens and of the teacher's."""
@@ -304,26 +312,22 @@ def _one_to_one(partners: Mapping[int, int], first: Sequence[int]) -> np.ndarray
     return np.array(pairs, np.int64).reshape(-1, 2).T.copy()
 
 
-def _first_tokens(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> dict[int, int]:
-    """Return the first token of `other` for the text of each token of `tokenizer` whose bytes it writes."""
-    spelled, written = token_bytes(tokenizer), token_bytes(other)
-    special = _special_tokens(tokenizer)
-    texts: dict[int, str] = {}
+def _first_tokens(spelled: Mapping[int, bytes], other: _Side) -> dict[int, int]:
+    """Return the first token of `other` for each text of `spelled` that it writes in the same bytes."""
+    left: dict[int, str] = {}
     for index, data in spelled.items():
         try:
-            texts[index] = data.decode()
-        except UnicodeDecodeError:
+            left[index] = data.decode()
+        except UnicodeDecodeError:  # a piece of a character has no class
             continue
     firsts: dict[int, int] = {}
-    for cut in (
-        0,
-        1,
-    ):  # a tokenizer that puts a blank before a text is given one that begins with one without it
-        left = {i: text[cut:] for i, text in texts.items() if i not in firsts | special and text[cut:]}
+    for cut in (0, 1):  # one that puts a blank before a text is given a text's own blank that way
         if cut:
-            left = {index: text for index, text in left.items() if texts[index].startswith(" ")}
-        for index, ids in zip(left, _many_ids(other, list(left.values())), strict=True):
-            if ids and b"".join(written.get(token, b"") for token in ids) == spelled[index]:
+            left = {i: text for i, text in left.items() if i not in firsts and text.startswith(" ")}
+        for index, ids in zip(
+            left, _many_ids(other.tokenizer, [text[cut:] for text in left.values()]), strict=True
+        ):
+            if ids and b"".join(other.spelled.get(token, b"") for token in ids) == spelled[index]:
                 firsts[index] = ids[0]
     return firsts
 
@@ -340,12 +344,14 @@ def _many_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list
         return [_known_ids(tokenizer, text) for text in texts]
 
 
-def _token_classes(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, shared: np.ndarray
-) -> list[np.ndarray]:
+def _token_classes(sides: Sequence[_Side], shared: np.ndarray) -> list[np.ndarray]:
     """Return the class of each id of the student and of the teacher, -1 for none. The last is of no token."""
-    begins = [_first_tokens(*side) for side in ((student, teacher), (teacher, student))]
-    classes = [np.full(id_count(side) + 1, -1, np.int64) for side in (student, teacher)]
+    begins: list[dict[int, int]] = []
+    for mine, other, taken in zip(sides, sides[::-1], shared, strict=True):
+        skipped = {*taken.tolist(), *_special_tokens(mine.tokenizer)}
+        texts = {index: data for index, data in mine.spelled.items() if index not in skipped}
+        begins.append(_first_tokens(texts, other))
+    classes = [np.full(id_count(side.tokenizer) + 1, -1, np.int64) for side in sides]
     for mine, first in zip(classes, shared, strict=True):
         mine[first] = np.arange(len(first))
     for _ in range(8):  # a token's first token may itself be one that is not shared
